@@ -56,6 +56,8 @@ class TrainingState:
         self._parts = parts
         self._optimizer = next((part for part in parts if isinstance(part, ShardedOptimizer)), None)
         self._core = _core_of(parts, process_group)
+        modules = [part.module if isinstance(part, Wrapped) else part for part in parts if isinstance(part, torch.nn.Module)]
+        self._mirrors = [mirror_of(module) for module in modules]
 
     def wait(self) -> None:
         """Waits for a background save and raises its error. Collective."""
@@ -66,11 +68,10 @@ class TrainingState:
         return self._core.saving()
 
     def _before(self) -> None:
+        for mirror in self._mirrors:  # a forward may have replaced buffers since; what else has changed is a UsageError
+            mirror.refresh()
         for part in self._parts:
-            # A forward may have replaced buffers since.
-            if isinstance(part, torch.nn.Module):
-                mirror_of(part.module if isinstance(part, Wrapped) else part)
-            elif isinstance(part, DistributedOptimizer):
+            if isinstance(part, DistributedOptimizer):
                 part._mirror.refresh()
             if isinstance(part, LocalUpdates):
                 part._core.read()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import _C
-from ._mirror import Wrapped
+from ._mirror import Wrapped, mirror_of
 from .nn.sync_batch_norm import SyncBatchNorm
 from .optim import DistributedOptimizer
 
@@ -57,7 +57,10 @@ class Join:
 
     def next(self, has_batch: bool) -> bool:
         """Whether some rank has a batch, so that another step follows. Collective."""
-        return self._entered().next(has_batch)
+        scope = self._entered()
+        for one in self._joinables:  # forward may have replaced buffers, which the end hands out
+            mirror_of(one.module if isinstance(one, Wrapped) else one._module)
+        return scope.next(has_batch)
 
     @property
     def active(self) -> bool:

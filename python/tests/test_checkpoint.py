@@ -146,3 +146,49 @@ def test_PY07_local_and_decentralized_trainings_go_on(tmp_path):
             dist.barrier()
 
     on_ranks(trains)
+
+
+def test_PY07_a_decentralised_training_keeps_the_rates_of_its_schedule(tmp_path):
+    def trains(rank):
+        def make():
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+            model = shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, topology="ring", lr=0.1, momentum=0.5, bucket_cap_mb=1e-5)
+            return model, torch.optim.lr_scheduler.StepLR(model.optimizer, 1, 0.1)
+
+        def step(model, schedule, number):
+            model(torch.ones(2, 3) * (number + rank)).sum().backward()
+            schedule.step()
+
+        model, schedule = make()
+        for number in range(2):
+            step(model, schedule, number)
+        shoal.checkpoint.save(tmp_path / "run", shoal.checkpoint.TrainingState(model), step=2)
+        step(model, schedule, 2)
+        again, schedule_again = make()
+        loaded = shoal.checkpoint.load(tmp_path / "run", shoal.checkpoint.TrainingState(again))
+        assert loaded.exact
+        assert [group["lr"] for group in again.optimizer.param_groups] == [pytest.approx(0.001)]
+        schedule_again.last_epoch = 2
+        step(again, schedule_again, 2)
+        again.global_avg(), model.global_avg()
+        for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-7)
+
+    on_ranks(trains)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_PY07_a_module_that_has_changed_is_refused_and_not_saved_as_it_was(wraps, tmp_path):
+    def saves(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model = shoal.nn.DistributedDataParallel(net) if wraps else net
+        training = shoal.checkpoint.TrainingState(model, torch.optim.SGD(net.parameters(), lr=0.1))
+        shoal.checkpoint.save(tmp_path / "run", training, step=1)
+        net[1] = torch.nn.Linear(2, 2)
+        with pytest.raises(shoal.UsageError, match="the module 1 was replaced by another object"):
+            shoal.checkpoint.save(tmp_path / "run", training, step=2)
+        with pytest.raises(shoal.UsageError, match="the module 1 was replaced by another object"):
+            shoal.checkpoint.load(tmp_path / "run", training)
+
+    on_ranks(saves)

@@ -77,3 +77,43 @@ def test_PY05_join_ends_early_or_refuses():
             shoal.Join(shoal.nn.DistributedDataParallel(synced))
 
     on_ranks(trains)
+
+
+class Counts(torch.nn.Module):
+    """Replaces its buffer in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + x.sum()
+        return self.net(x)
+
+
+def test_PY05_buffers_that_forward_replaces_are_handed_out_at_the_end():
+    def joins(rank):
+        net = Counts()
+        model = shoal.nn.DistributedDataParallel(net)
+        left = (1, 3)[rank]
+        with shoal.Join(model) as join:
+            while join.next(left > 0):
+                if join.active:
+                    model(torch.ones(1, 2)).sum().backward()
+                    left -= 1
+                else:
+                    join.shadow()
+        return net.seen.item()
+
+    assert on_ranks(joins) == [6, 6]
+
+    def averages(rank):
+        net = Counts()
+        model = shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, lr=0.1, average_buffers=True)
+        for _ in range(2):
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        model.global_avg()
+        return net.seen.item()
+
+    assert on_ranks(averages) == [6, 6]

@@ -84,3 +84,99 @@ def test_PY06_state_of_another_optimizer_is_refused_and_whole_options_stay_whole
         assert_close(losses_of(model, optimizer, "gpt", steps=3), train_alone(alone_net, alone_optimizer))
 
     on_ranks(trains)
+
+
+class Migrates(torch.nn.Module):
+    """Its weight was kept in another unit before version 2."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.w
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "w"] = state_dict[prefix + "w"] * 10
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_PY07_versions_of_modules_survive_fsdp_both_ways():
+    def run(rank):
+        def make():
+            return torch.nn.Sequential(torch.nn.Linear(3, 3), Migrates())
+
+        model = shoal.nn.FullyShardedDataParallel(make())
+        state = model.state_dict()
+        assert state._metadata["1"] == {"version": 2} and set(state._metadata) == {"", "0", "1"}
+        plain = make()
+        plain.load_state_dict(state)
+        assert plain[1].w.tolist() == [1, 1, 1]
+        before = dict(plain.state_dict()._metadata)
+        given = plain.state_dict()
+        model.load_state_dict(given)
+        assert model.state_dict()["1.w"].tolist() == [1, 1, 1]
+        old = plain.state_dict()
+        old._metadata["1"] = {"version": 1}
+        model.load_state_dict(old)
+        assert model.state_dict()["1.w"].tolist() == [10, 10, 10]
+        root = torch.nn.Sequential(shoal.nn.FullyShardedDataParallel(make()), torch.nn.Linear(3, 1))
+        assert set(root.state_dict()._metadata) == {"", "0", "0.0", "0.1", "1"} and before["1"] == {"version": 2}
+
+    on_ranks(run)
+
+
+def test_PY06_a_state_that_one_rank_refuses_is_an_error_on_all():
+    def run(rank):
+        net = torch.nn.Linear(3, 2)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        model = shoal.nn.ShardedDataParallel(net, optimizer)
+        state = optimizer.state_dict()
+        if rank == 1:
+            state["param_groups"] = state["param_groups"] * 2
+        with pytest.raises(ValueError if rank == 1 else shoal.DisagreeError, match="2 param groups"):
+            optimizer.load_state_dict(state)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    on_ranks(run)
+
+
+def test_PY06_adamw_keeps_its_decoupled_weight_decay_when_it_loads_the_state_of_adam():
+    def run(rank):
+        def steps(optimizer, net, number):
+            for _ in range(number):
+                optimizer.zero_grad()
+                net(torch.ones(2, 3)).pow(2).sum().backward()
+                optimizer.step()
+
+        torch.manual_seed(0)
+        alone = torch.nn.Linear(3, 2)
+        adam = torch.optim.Adam(alone.parameters(), lr=0.1, weight_decay=0.5)
+        steps(adam, alone, 2)
+        net = torch.nn.Linear(3, 2)
+        net.load_state_dict(alone.state_dict())
+        adamw = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.5)
+        adamw.load_state_dict(adam.state_dict())
+        steps(adamw, alone, 2)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        model = shoal.nn.ShardedDataParallel(net, optimizer)
+        optimizer.load_state_dict(adam.state_dict())
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+        steps(optimizer, model, 2)
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)
+
+    on_ranks(run)
+
+
+def test_PY05_a_sampler_goes_on_from_a_place():
+    for rank in (0, 1):
+        sampler = shoal.data.DistributedSampler(list(range(8)), num_replicas=2, rank=rank, shuffle=False)
+        sampler.seek(3)
+        assert list(sampler) == [6 + rank]
+        sampler.set_epoch(1)
+        assert list(sampler) == [rank, 2 + rank, 4 + rank, 6 + rank]

@@ -78,7 +78,7 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
 
 std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
   if (index_ == indices_.size()) return std::nullopt;
-  const size_t end = std::min(index_ + batch_size, indices_.size());
+  const size_t end = index_ + std::min(batch_size, indices_.size() - index_);
   std::vector<size_t> batch(indices_.begin() + static_cast<std::ptrdiff_t>(index_),
                             indices_.begin() + static_cast<std::ptrdiff_t>(end));
   index_ = end;

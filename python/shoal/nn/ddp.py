@@ -46,8 +46,8 @@ class DistributedDataParallel(Wrapper):
     option is a UsageError.
 
     The constructor is collective. It compares the models of all ranks (DisagreeError) and broadcasts rank 0's values.
-    If parameters are written without a backward, by load_state_dict() for example, the next forward compares the values of
-    all ranks.
+    If parameters are loaded, or written and no step lies between, the next forward compares the values of all ranks.
+    Writes in place after a step are not compared, as in PyTorch.
     """
 
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:

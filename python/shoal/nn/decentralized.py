@@ -110,6 +110,11 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         """Call it after values were loaded into the parameters by other means than load_state_dict(), such as copy_()."""
         self._core.parameters_loaded()
 
+    def global_avg(self) -> None:
+        """Sets the parameters of all ranks to their mean. Collective over all ranks."""
+        mirror_of(self.module)  # forward may have replaced buffers
+        super().global_avg()
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
         return self._core.scale_loss(loss)

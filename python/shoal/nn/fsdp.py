@@ -140,6 +140,11 @@ def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefi
         name = key[len(inner) :]
         value = state.pop(key)
         state[prefix + name] = whole.get(name, value)
+    versions = getattr(state, "_metadata", None)
+    if versions is None:
+        return
+    for key in [key for key in versions if f"{key}.".startswith(inner)]:
+        versions[f"{prefix}{key[len(inner) :]}".removesuffix(".")] = versions.pop(key)
 
 
 def _with_prefix(
@@ -157,3 +162,7 @@ def _with_prefix(
                             "call it without assign")
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
+    versions = getattr(state, "_metadata", None)  # of the modules, which look them up by the wrapper's names
+    if versions is not None:
+        own = [key for key in versions if f"{key}.".startswith(prefix)]
+        versions.update({f"{prefix}module.{key[len(prefix) :]}".removesuffix("."): versions[key] for key in own})

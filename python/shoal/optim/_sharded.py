@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from .. import _C
 from .._new import make_new_tensors_work
 from ._recipe import Recipe
-from ._state import check_state, items_of
+from ._state import check_state, items_of, loaded_options
 
 # State that is one number even where the parameter is one element without dimensions.
 _scalars = {"step", "mu_product", "mu", "eta"}
@@ -174,6 +175,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _load_whole_state(self, state_dict: dict[str, Any]) -> None:
+        subject = f"the state that load_state_dict() of {type(self).__name__} was given"
+        try:
+            saved, keys, parameters = self._checked(state_dict)
+            items = items_of(state_dict)
+        except Exception as error:  # the other ranks wait for this one
+            with contextlib.suppress(_C.DisagreeError):
+                _C.agree(self._group, subject, [f"a state that it refuses: {error}"])
+            raise
+        _C.agree(self._group, subject, items)
+        named: dict[str, dict[str, Any]] = dict(state_dict.get("others", {}))
+        for name, key, parameter in zip(self._names(), keys, parameters, strict=True):
+            entry = _plain(state_dict["state"].get(key, {}), parameter)
+            if entry or parameter.requires_grad:
+                named[name] = entry
+        self._load_named_state(named)
+        for theirs, ours in zip(saved, self.param_groups, strict=True):
+            ours.update(loaded_options(self._make, ours, theirs))
+        self._push()
+
+    def _checked(self, state_dict: dict[str, Any]) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
+        """The saved param groups, the keys of their parameters, and the parameters. Raises what the state lacks."""
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(f"the state has {len(saved)} param groups, the optimizer {len(self.param_groups)}")
@@ -190,16 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for theirs, ours in zip(saved, self.param_groups, strict=True)
         ]
         check_state(self._make, groups, lambda parameter: past[id(parameter)])
-        _C.agree(self._group, f"the state that load_state_dict() of {type(self).__name__} was given", items_of(state_dict))
-        named: dict[str, dict[str, Any]] = dict(state_dict.get("others", {}))
-        for name, key, parameter in zip(self._names(), keys, parameters, strict=True):
-            entry = _plain(state_dict["state"].get(key, {}), parameter)
-            if entry or parameter.requires_grad:
-                named[name] = entry
-        self._load_named_state(named)
-        for theirs, ours in zip(saved, self.param_groups, strict=True):
-            ours.update({k: v for k, v in theirs.items() if k != "params"})
-        self._push()
+        return saved, keys, parameters
 
     def __getstate__(self) -> Any:
         raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: use state_dict(), on every rank")

@@ -53,6 +53,20 @@ def changed_options(
         return []
 
 
+def loaded_options(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], saved: dict[str, Any]
+) -> dict[str, Any]:
+    """The options of a param group once the optimizer has loaded a saved one: a class may keep some, as AdamW keeps that its
+    weight decay is decoupled when it loads Adam's."""
+    given = {key: value for key, value in saved.items() if key != "params"}
+    try:
+        optimizer = make([{**group, "params": [torch.nn.Parameter(torch.ones(1))]}])
+        optimizer.load_state_dict({"state": {}, "param_groups": [{**given, "params": [0]}]})
+    except Exception:  # it cannot be made for such a parameter
+        return given
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
 def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dimensions: int) -> set[str] | None:
     """Entries that the optimizer keeps after a step of a small parameter; None: it cannot take one."""
     parameter = torch.nn.Parameter(torch.ones((2,) * dimensions))

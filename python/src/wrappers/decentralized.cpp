@@ -34,6 +34,16 @@ DecentralizedDataParallelOptions decentralized_options(const py::dict& given, in
 struct Followed {
   SharedObject optimizer{};
 
+  // Of bucket optimizers, each of which has all groups' options: those that a checkpoint has.
+  void write(const ParamGroups& loaded) const {
+    if (!optimizer) return;
+    const py::gil_scoped_acquire lock;
+    const auto list = optimizer->attr("param_groups").cast<py::list>();
+    for (size_t number = 0; number < loaded.size(); ++number) {
+      static_cast<const PythonOptions&>(loaded[number].options()).write_to(list[number].cast<py::dict>());
+    }
+  }
+
   void read(ParamGroups& own) const {
     if (!optimizer) return;
     const py::gil_scoped_acquire lock;
@@ -82,6 +92,11 @@ class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
     followed_->read(recipe_->groups);
     for (auto* optimizer : optimizers()) followed_->read(optimizer->param_groups());
   }
+  // What was loaded into the buckets' optimizers goes to the optimizers of Python.
+  void write_local() {
+    for (auto* optimizer : optimizers()) static_cast<PythonOptimizer&>(*optimizer).write();
+    if (!optimizers().empty()) followed_->write(optimizers().front()->param_groups());
+  }
 
  private:
   DecentralizedCore(const std::shared_ptr<Mirror>& mirror, const std::shared_ptr<Recipe>& recipe, const Group& group,
@@ -120,9 +135,7 @@ void bind_decentralized(py::module_& module) {
       .def("pass_step", [](DecentralizedCore& core) { unlocked([&] { core.pass(); }); })
       .def("leave", [](DecentralizedCore& core) { unlocked([&] { core.leave(); }); })
       .def("last_norm", [](const DecentralizedCore& core) { return core.last_norm(); })
-      .def("write_local", [](const DecentralizedCore& core) {
-        for (auto* optimizer : core.optimizers()) static_cast<PythonOptimizer&>(*optimizer).write();
-      });
+      .def("write_local", [](DecentralizedCore& core) { core.write_local(); });
   bind_parallel<DecentralizedCore>(bound);
 }
 

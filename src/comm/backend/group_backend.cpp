@@ -121,6 +121,7 @@ void GroupBackend::abort() {
 
 void GroupBackend::shutdown() {
   const auto& state = *state_of(group_);
+  state.world->progress->await_callbacks(std::chrono::seconds(2));
   if (!state.world->is_forked_copy() && state.progress->failure.text().empty()) state.transport->await_readers();
 }
 

@@ -38,8 +38,8 @@ struct Progress::State : std::enable_shared_from_this<Progress::State> {
 
   void start_thread();
   void run();
-  // Ends flights while this thread leads.
-  void lead();
+  // Ends flights while this thread leads. False: it stops.
+  bool lead();
   bool leads();
   // Ends the flights that can end. Nothing if another thread leads since a callback.
   std::optional<Left> round();
@@ -57,6 +57,8 @@ struct Progress::State : std::enable_shared_from_this<Progress::State> {
   std::condition_variable vacant;  // nobody leads
   std::thread::id leader{};
   int idle = 0;  // threads that wait to lead
+  int away = 0;  // threads that run callbacks of futures
+  std::condition_variable all_back;
   bool started = false;
   SteadyClock::time_point next_check{};  // of the leader alone
 };
@@ -111,7 +113,14 @@ void Progress::make_way() {
     }
   }
   state_->leader = {};
+  ++state_->away;
   state_->vacant.notify_one();
+}
+
+void Progress::await_callbacks(std::chrono::milliseconds limit) {
+  if (is_forked_copy()) return;
+  Lock lock(state_->mutex);
+  state_->all_back.wait_for(lock, limit, [this] { return state_->away == 0; });
 }
 
 void Progress::State::start_thread() {
@@ -178,22 +187,24 @@ void Progress::State::run() {
       if (stop) return;
       leader = std::this_thread::get_id();
     }
-    lead();
+    if (!lead()) return;
+    const Lock lock(mutex);
+    if (--away == 0) all_back.notify_all();
   }
 }
 
-void Progress::State::lead() {
+bool Progress::State::lead() {
   while (true) {
     {
       Lock lock(mutex);
       parked = flights.empty();
       changed.wait(lock, [this] { return stop || !flights.empty(); });
       parked = false;
-      if (stop) return;
+      if (stop) return false;
     }
     const auto bell = memory ? memory->bell() : 0;
     const auto left = round();
-    if (!left) return;
+    if (!left) return true;
     if (left->any) sleep(*left, bell);
   }
 }

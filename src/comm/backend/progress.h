@@ -1,6 +1,7 @@
 #pragma once
 // Progress of operations for which nobody waits.
 
+#include <chrono>
 #include <memory>
 
 #include "comm/backend/flight.h"
@@ -27,6 +28,8 @@ class Progress {
   void hurry();
   // A callback that may wait for other flights is about to run on this thread.
   void make_way();
+  // Waits until no thread runs callbacks of futures: an interpreter that ends meanwhile would end the process with them.
+  void await_callbacks(std::chrono::milliseconds limit);
   bool is_forked_copy() const;
 
  private:

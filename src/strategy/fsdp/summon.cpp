@@ -118,7 +118,7 @@ FullParameters::~FullParameters() {
   for (auto* wrapper : held_) {
     try {
       wrapper->release();
-    } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): see the header
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): see the header
     }
   }
 }
