@@ -1,5 +1,6 @@
 """State of models and optimizers under every strategy: whole, in the formats of PyTorch."""
 
+import copy
 import io
 
 import pytest
@@ -160,11 +161,12 @@ def test_PY06_adamw_keeps_its_decoupled_weight_decay_when_it_loads_the_state_of_
         net = torch.nn.Linear(3, 2)
         net.load_state_dict(alone.state_dict())
         adamw = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.5)
+        state = copy.deepcopy(adam.state_dict())
         adamw.load_state_dict(adam.state_dict())
         steps(adamw, alone, 2)
         optimizer = shoal.optim.OSS(net.parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.5)
         model = shoal.nn.ShardedDataParallel(net, optimizer)
-        optimizer.load_state_dict(adam.state_dict())
+        optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
         steps(optimizer, model, 2)
         for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
