@@ -58,7 +58,7 @@ class Join:
     def next(self, has_batch: bool) -> bool:
         """Whether some rank has a batch, so that another step follows. Collective."""
         scope = self._entered()
-        for one in self._joinables:  # forward may have replaced buffers, which the end hands out
+        for one in [] if has_batch else self._joinables:  # forward may have replaced buffers, which the end hands out
             mirror_of(one.module if isinstance(one, Wrapped) else one._module)
         return scope.next(has_batch)
 

@@ -153,7 +153,10 @@ def test_PY07_a_decentralised_training_keeps_the_rates_of_its_schedule(tmp_path)
         def make():
             torch.manual_seed(0)
             net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
-            model = shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, topology="ring", lr=0.1, momentum=0.5, bucket_cap_mb=1e-5)
+            groups = [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters()), "lr": 0.2}]
+            model = shoal.nn.DecentralizedDataParallel(
+                net, torch.optim.SGD, topology="ring", params=groups, lr=0.1, momentum=0.5, bucket_cap_mb=1e-5
+            )
             return model, torch.optim.lr_scheduler.StepLR(model.optimizer, 1, 0.1)
 
         def step(model, schedule, number):
@@ -168,7 +171,7 @@ def test_PY07_a_decentralised_training_keeps_the_rates_of_its_schedule(tmp_path)
         again, schedule_again = make()
         loaded = shoal.checkpoint.load(tmp_path / "run", shoal.checkpoint.TrainingState(again))
         assert loaded.exact
-        assert [group["lr"] for group in again.optimizer.param_groups] == [pytest.approx(0.001)]
+        assert [group["lr"] for group in again.optimizer.param_groups] == [pytest.approx(0.001), pytest.approx(0.002)]
         schedule_again.last_epoch = 2
         step(again, schedule_again, 2)
         again.global_avg(), model.global_avg()

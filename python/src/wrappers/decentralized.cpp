@@ -34,12 +34,13 @@ DecentralizedDataParallelOptions decentralized_options(const py::dict& given, in
 struct Followed {
   SharedObject optimizer{};
 
-  // Of bucket optimizers, each of which has all groups' options: those that a checkpoint has.
+  // Of a bucket's optimizer, whose groups have what a checkpoint has of the parameters in them.
   void write(const ParamGroups& loaded) const {
     if (!optimizer) return;
     const py::gil_scoped_acquire lock;
     const auto list = optimizer->attr("param_groups").cast<py::list>();
     for (size_t number = 0; number < loaded.size(); ++number) {
+      if (loaded[number].params().empty()) continue;
       static_cast<const PythonOptions&>(loaded[number].options()).write_to(list[number].cast<py::dict>());
     }
   }
@@ -94,8 +95,10 @@ class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
   }
   // What was loaded into the buckets' optimizers goes to the optimizers of Python.
   void write_local() {
-    for (auto* optimizer : optimizers()) static_cast<PythonOptimizer&>(*optimizer).write();
-    if (!optimizers().empty()) followed_->write(optimizers().front()->param_groups());
+    for (auto* optimizer : optimizers()) {
+      static_cast<PythonOptimizer&>(*optimizer).write();
+      followed_->write(optimizer->param_groups());
+    }
   }
 
  private:

@@ -185,6 +185,56 @@ TEST(ParamGroups, a_trainable_parameter_of_no_sharded_module_is_refused) {
               HasSubstr("a parameter [5] of param group 0"));
 }
 
+// libtorch's parameters() lists its parameters twice, and its optimizers update them twice.
+struct TwoNamesImpl : torch::nn::Module {
+  TwoNamesImpl() {
+    first = register_module("first", torch::nn::Linear(4, 4));
+    register_module("again", first);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) { return first(first(x).tanh()); }
+  torch::nn::Linear first{nullptr};
+};
+
+TEST(ParamGroups, a_submodule_under_two_names_is_updated_once) {
+  const auto make_model = [] {
+    torch::manual_seed(1);
+    return std::make_shared<TwoNamesImpl>();
+  };
+  const auto x = at::ones({2, 4}, at::kDouble);  // the same on all ranks, and so are the mean gradients
+  const auto train = [&](torch::optim::Optimizer& optimizer, const auto& forward) {
+    for (int step = 0; step < 3; ++step) {
+      forward(x).sum().backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  };
+  auto alone = make_model();
+  ASSERT_EQ(alone->parameters().size(), 4U);
+  torch::optim::SGD once(alone->first->parameters(), sgd);
+  train(once, [&](const at::Tensor& input) { return alone->forward(input); });
+  const auto expected = alone->first->weight;
+  {
+    auto model = make_model();
+    OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, group());
+    DistributedDataParallel<TwoNamesImpl> parallel(model, group());
+    train(optimizer, [&](const at::Tensor& input) { return parallel.forward(input); });
+    EXPECT_LT((model->first->weight - expected).abs().max().item<double>(), 1e-12);
+  }
+  {
+    auto model = make_model();
+    DistributedOptimizer<torch::optim::SGD> optimizer({model}, sgd, group());
+    train(optimizer, [&](const at::Tensor& input) { return model->forward(input); });
+    EXPECT_LT((model->first->weight - expected).abs().max().item<double>(), 1e-12);
+  }
+  {
+    FullyShardedDataParallel<TwoNamesImpl> parallel(make_model(), group());
+    FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
+    train(optimizer, [&](const at::Tensor& input) { return parallel.forward(input); });
+    EXPECT_LT((parallel.full_state_dict().at("first.weight") - expected).abs().max().item<double>(), 1e-12);
+  }
+}
+
 TEST(ParamGroups, lbfgs_and_options_of_another_type_are_refused) {
   const torch::optim::LBFGSOptions lbfgs(0.1);
   auto model = seeded(1);
