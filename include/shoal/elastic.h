@@ -87,7 +87,7 @@ struct ElasticOptions {
 };
 
 // Makes a loop outlive its ranks, with DistributedDataParallel, OSS (ZeRO-1 and ZeRO-2), DistributedOptimizer,
-// FullyShardedDataParallel or LocalUpdates (local SGD, SlowMo, DiLoCo):
+// FullyShardedDataParallel (also with ShardGossipOptimizer) or LocalUpdates (local SGD, SlowMo, DiLoCo):
 //
 //   shoal::DistributedDataParallel parallel(model, world.group());
 //   torch::optim::AdamW optimizer(model->parameters());
@@ -143,6 +143,11 @@ struct ElasticOptions {
 // the parameters, and with the buffers and the optimizer state of one rank. Ranks wait for each other in the commit of each
 // step.
 //
+// With ShardGossipOptimizer, whose groups are host_groups(world.group()), each host has parameters of its own, which its ranks
+// share: they outlive a rank, but not the last one of a host. Exchanges come before the commit of a step; ranks of all hosts
+// wait for each other there. Within the job no process can join, and pass() and global_avg() are refused, as is
+// overlap = false. hold_mean() and hold_own() belong in together(): if a rank ends meanwhile, the hosts' own values come back.
+//
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping that does not communicate, a loss
 //   scale, a moving average of the weights). `update` must not communicate: UsageError. A rank whose `update` throws has left the job, but
@@ -170,7 +175,7 @@ struct ElasticOptions {
 // Each share of 64 samples is computed as on a rank of its own, with the same memory for activations, the same random
 // numbers of the CPU's generator (seeded by step and share from rank 0's seed at construction) and the buffers that share 0
 // of the step before left, whoever computes it. A rank with several shares holds its whole gradients until the last one
-// (no_sync()), whatever the strategy. Not for LocalUpdates, whose ranks have no gradients in common (UsageError). A
+// (no_sync()), whatever the strategy. Not for LocalUpdates and ShardGossipOptimizer, whose ranks have no gradients in common (UsageError). A
 // `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
 // needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
 //

@@ -24,12 +24,14 @@
 
 namespace shoal {
 
+struct ShardGroups;
+
 enum class ShardingStrategy {
-  full_shard,            // parameters are gathered for each use in forward and backward
-  shard_grad_op,         // parameters stay gathered from forward to the end of backward
-  no_shard,              // parameters are replicated, as in DistributedDataParallel
-  hybrid_shard,          // full_shard within a host, replicated over hosts; where hosts have different numbers of ranks, as many of
-                         // each own parameters, whole ones, as the smallest has
+  full_shard,     // parameters are gathered for each use in forward and backward
+  shard_grad_op,  // parameters stay gathered from forward to the end of backward
+  no_shard,       // parameters are replicated, as in DistributedDataParallel
+  hybrid_shard,  // full_shard within a host, replicated over hosts; where hosts have different numbers of ranks, as many of
+                 // each own parameters, whole ones, as the smallest has
   hybrid_shard_grad_op,  // shard_grad_op within a host, replicated over hosts
 };
 
@@ -178,7 +180,7 @@ class FullyShardedCore : public DataParallelCore {
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              ShardGossipOptimizerCore& optimizer, const Group& all);
   void connect_reducer();
-  void regroup(const Group& group, int64_t step);
+  void regroup(const ShardGroups& groups, int64_t step);
   // Full value of a parameter in the dtype that the optimizer updates. Collective.
   at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;
 
@@ -278,12 +280,19 @@ class FullyShardedOptimizerCore : public ShardedOptimizerCore {
                             std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Factory& make,
                             bool element_wise, const FullyShardedOptimizerOptions& options);
 
-  // For Elastic. UsageError unless it is this wrapper's optimizer and outlives ranks.
-  void require_regroupable(const FullyShardedCore& parallel) const;
-  // Goes on with its wrapper in another group, with the parameters and the state of the former one, all of whose guarded
+  // For Elastic. UsageError unless it is this wrapper's optimizer and outlives ranks. everybody: the ranks of the job.
+  // Collective over them.
+  virtual void require_regroupable(const FullyShardedCore& parallel, const Group& everybody);
+  // Goes on with its wrapper among other ranks, with the parameters and the state of the former ones, all of whose guarded
   // steps are complete, after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a
-  // further group. Collective over `group`.
-  void regroup(FullyShardedCore& parallel, const Group& group, int64_t step);
+  // further group. everybody: the ranks of the job that are left. Collective over them.
+  virtual void regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step);
+
+ protected:
+  // UsageError unless it is this wrapper's optimizer.
+  void require_own(const FullyShardedCore& parallel) const;
+  // The same as regroup() above; `groups` are those of the wrapper.
+  void regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& everybody, int64_t step);
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,

@@ -39,7 +39,7 @@ class ProgressBar {
   // So many more steps are done. `note`: what to show beside the rate.
   void update(int64_t steps = 1, const std::string& note = "");
   // From now on it prints: for a rank that takes over.
-  void enable() { options_.enabled = true; }
+  void enable(bool enabled = true) { options_.enabled = enabled; }
   // Removes the line, so that others can be printed; the next update() draws it again.
   void clear();
 

@@ -71,22 +71,30 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   // Ranks of `all` (the group passed to host_groups()) on the remaining hosts. Collective over them.
   Group remaining(const Group& all);
 
+  // For Elastic.
+  void require_regroupable(const FullyShardedCore& parallel, const Group& everybody) override;
+  void regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) override;
+  void unguard() override;
+
   struct Gossip;
 
  protected:
   void complete_gradients() override;
   void begin_mixing();
   void end_gradients() override;
+  void show_update() override;
   bool moves_without_update() const override { return true; }
 
  private:
   void open();
+  void refuse_in_elastic_job(const char* what) const;
+  void gather();
   void require_own_values() const;
+  void keep_own();
   void restore_own();
   void on_the_whole_host(const std::function<void()>& work);
   void agree_on_hosts();
   void mix();
-  void show();
 
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              ShardGossipOptimizerCore& optimizer, const Group& all);
@@ -116,7 +124,7 @@ std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
 // averaging, then the new values are published. A rank keeps its shard, the optimizer state of it, and two published
 // versions of it. Late hosts and hosts that have ended are treated like ranks there. If a rank ends, its host ends, as
 // with FSDP alone: the other ranks of the host get a CommError that names it, and other hosts continue without the
-// host.
+// host. With Elastic (shoal/elastic.h) the host goes on without the rank.
 //
 // Constructor: collective over all ranks. Broadcasts the first host's trainable parameters; frozen parameters and
 // buffers keep each host's values, so make them equal before. Throws as FullyShardedOptimizer; also UsageError for a

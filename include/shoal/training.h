@@ -73,6 +73,7 @@ class OptionValues {
 
   bool flag(const std::string& name) const { return text(name) == "true"; }
   int64_t integer(const std::string& name) const;
+  int count(const std::string& name) const;  // an integer that an int holds: StrategyOptionError for others
   double number(const std::string& name) const;
   const std::string& text(const std::string& name) const;
   bool given(const std::string& name) const { return given_.contains(name); }

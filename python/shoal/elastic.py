@@ -15,6 +15,7 @@ import torch
 from . import _C, distributed
 from ._C import ElasticChange, UsageError
 from .data import DistributedSampler
+from .distributed import group_of
 from .nn import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from .nn._wrapper import Wrapper
 from .nn.sync_batch_norm import SyncBatchNorm
@@ -134,8 +135,11 @@ class Elastic:
             self._trainer = _C.ElasticTrainer(optimizer._core, core, options)
         else:
             assert isinstance(model, Wrapper)
-            own_optimizer = optimizer._core if isinstance(optimizer, ShardedOptimizer) else optimizer
-            self._trainer = _C.ElasticTrainer(model._core, own_optimizer, core, options)
+            if isinstance(optimizer, ShardGossipOptimizer):
+                self._trainer = _C.ElasticTrainer(group_of(None), model._core, optimizer._core, core, options)
+            else:
+                own_optimizer = optimizer._core if isinstance(optimizer, ShardedOptimizer) else optimizer
+                self._trainer = _C.ElasticTrainer(model._core, own_optimizer, core, options)
         self._end = weakref.finalize(self, self._trainer.close)
         if self._trainer.joining():
             if isinstance(optimizer, ShardedOptimizer):
@@ -231,6 +235,8 @@ class Elastic:
         self._running.follow()
         group = self._running.group()
         distributed._replace_default_group(group, self._running.store(), self.generation)
+        if isinstance(self._optimizer, ShardGossipOptimizer):  # the model's ranks are those of this host
+            group = self._running.shard_group()
         for one in (self._model, self._optimizer):
             if isinstance(one, (Wrapper, ShardedOptimizer)):
                 one._regrouped(group)
@@ -249,7 +255,7 @@ def _is_supported(model: Any, optimizer: Any) -> bool:
     if isinstance(model, ShardedDataParallel):
         return isinstance(optimizer, OSS)
     if isinstance(model, FullyShardedDataParallel):
-        return isinstance(optimizer, FullyShardedOptimizer) and not isinstance(optimizer, ShardGossipOptimizer)
+        return isinstance(optimizer, FullyShardedOptimizer)
     return isinstance(optimizer, (DistributedOptimizer, LocalUpdates)) and model is optimizer._module
 
 
@@ -260,7 +266,7 @@ def _require_supported(model: Any, optimizer: Any, sampler: Any) -> None:
         raise UsageError(
             f"Elastic: {type(model).__name__} with {type(optimizer).__name__} is not supported: give a "
             "shoal.nn.DistributedDataParallel with an optimizer of torch.optim or an OSS, a ShardedDataParallel with its OSS, a "
-            "FullyShardedDataParallel with its FullyShardedOptimizer, or a module with its DistributedOptimizer or LocalUpdates"
+            "FullyShardedDataParallel with its FullyShardedOptimizer or ShardGossipOptimizer, or a module with its DistributedOptimizer or LocalUpdates"
         )
     for name, module in model.named_modules():
         if isinstance(module, SyncBatchNorm):

@@ -77,6 +77,13 @@ def fsdp(net):
     return model, shoal.optim.FullyShardedOptimizer(model, DyingAdamW, element_wise=True, lr=1e-2)
 
 
+def gossip(net):
+    """On one host, whose mean is its own."""
+    inside, across = shoal.distributed.host_groups()
+    model = shoal.nn.FullyShardedDataParallel(net, inside, auto_wrap_policy=torch.nn.Linear)
+    return model, shoal.optim.ShardGossipOptimizer(model, across, DyingAdamW, element_wise=True, lr=1e-2)
+
+
 def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=1e-2)
 
@@ -86,7 +93,7 @@ def local_sgd(net):
     return net, shoal.optim.LocalUpdates(net, sgd(net), every=1, outer=shoal.optim.Averaging())
 
 
-STRATEGIES = {"ddp": ddp, "zero1": zero1, "zero2": zero2, "megatron": megatron, "fsdp": fsdp, "local_sgd": local_sgd}
+STRATEGIES = {"ddp": ddp, "zero1": zero1, "zero2": zero2, "megatron": megatron, "fsdp": fsdp, "gossip": gossip, "local_sgd": local_sgd}
 
 
 def loss_of(prediction, y):

@@ -371,3 +371,47 @@ def test_PY05_elastic_names_what_it_does_not_take():
         shoal.Elastic(model, optimizer).step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step)
 
     on_ranks(run)
+
+
+def test_ELA12_an_error_before_backward_in_the_warm_up_of_local_updates():
+    def run(rank):
+        net = make_net()
+        optimizer = shoal.optim.LocalUpdates(net, torch.optim.SGD(net.parameters(), lr=0.1), every=2, warmup_steps=3)
+        elastic = shoal.Elastic(net, optimizer)
+
+        def compute(step):
+            if step == 1 and rank == 1:
+                raise ValueError("a bad sample")
+            loss_of(net(X), Y).backward()
+
+        for step in range(2):
+            try:
+                elastic.step(len(X), lambda: compute(step), optimizer.step)
+                optimizer.zero_grad()
+            except ValueError:
+                elastic.step(len(X), lambda: compute(2), optimizer.step)
+
+    for outcome in Ranks(run, ranks=2).outcomes(timeout=30):
+        assert "UsageError" in str(outcome) and "before its backward" in str(outcome), outcome
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_ELA12_local_updates_reset_the_optimizer(elastic):
+    def run(rank):
+        net = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(net.weight)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = shoal.optim.LocalUpdates(net, inner, every=2, outer=shoal.optim.Averaging(), reset_optimizer=True)
+        loop = shoal.Elastic(net, optimizer) if elastic else None
+        for _ in range(5):
+            optimizer.zero_grad()
+            if loop is None:
+                net(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+            else:
+                loop.step(1, lambda: net(torch.ones(1, 1)).sum().backward(), optimizer.step)
+        return net.weight.item()
+
+    for outcome in Ranks(run, ranks=2).outcomes(timeout=30):
+        weight = outcome[1]
+        assert abs(weight - (-0.1 * (2 * (1 + 1.9) + 1))) < 1e-6, weight

@@ -106,12 +106,12 @@ def can_make_hosts():
     return os.geteuid() == 0 and subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
 
 
-def on_two_hosts(strategy, folder, ranks=1, method="{}", newcomers=False):
+def on_two_hosts(strategy, folder, ranks=1, method="{}", newcomers=False, text=PROGRAM):
     """(exit code, output) of the launchers of two hosts with so many ranks each. Rank 1 kills itself."""
     if not can_make_hosts():
         pytest.skip("no namespaces of processes")
     program = folder / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(text)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -156,3 +156,76 @@ def test_ELA06_a_rank_of_another_host_is_replaced(method, strategy, tmp_path):
 def test_ELA04_sharded_optimizers_are_refused_on_several_hosts(tmp_path):
     for code, said in on_two_hosts("fsdp", tmp_path):
         assert code != 0 and "UsageError: Elastic" in said, said
+
+
+GOSSIP = """
+import os, signal
+import torch, torch.distributed as dist
+import shoal
+
+torch.set_num_threads(1)
+dist.init_process_group("shoal")
+inside, across = shoal.distributed.host_groups()
+host = across.rank
+x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 1).double()
+
+
+def loss(model, host):  # the same on all ranks of a host, so that its mean does not depend on them
+    return ((model(x) - x.sum(1, keepdim=True) * (1 + host)) ** 2).mean()
+
+
+nets = [make(), make()]
+optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+for step in range(30):
+    for number, net in enumerate(nets):
+        loss(net, number).backward()
+    if step > 0:
+        with torch.no_grad():
+            for first, second in zip(nets[0].parameters(), nets[1].parameters()):
+                mean = (first + second) / 2
+                first.copy_(mean), second.copy_(mean)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+net = make()
+model = shoal.nn.FullyShardedDataParallel(net, inside)
+optimizer = shoal.optim.ShardGossipOptimizer(model, across, torch.optim.AdamW, lr=1e-2)
+elastic = shoal.Elastic(model, optimizer)
+rank = dist.get_rank()
+
+
+def mean_of_hosts():
+    with optimizer.mean_parameters():
+        if rank == 3 and elastic.steps == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ranks = torch.ones(1)
+        dist.all_reduce(ranks)
+        assert ranks.item() == dist.get_world_size()
+        return net.weight.detach().clone()
+
+
+while elastic.steps < 30:
+    if rank == 1 and elastic.steps == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if elastic.step(len(x), lambda: loss(model, host).backward(), optimizer.step):
+        optimizer.zero_grad()
+    if elastic.steps == 20:
+        elastic.together(mean_of_hosts)
+mean = elastic.together(mean_of_hosts)
+far = max(float((a - b).detach().abs().max()) for a, b in zip(net.parameters(), nets[host].parameters()))
+far = max(far, float((mean - (nets[0].weight + nets[1].weight) / 2).detach().abs().max()))
+print("result", host, dist.get_world_size(), far < 1e-12, float((nets[0].weight - nets[1].weight).detach().abs().max()) > 1e-6)
+"""
+
+
+def test_ELA12_hosts_that_average_go_on_without_a_rank_each(tmp_path):
+    hosts = on_two_hosts("", tmp_path, ranks=2, text=GOSSIP)
+    assert [code for code, _ in hosts] == [0, 0], hosts
+    said = sorted(line[line.index("result") :] for _, text in hosts for line in text.splitlines() if "result" in line)
+    assert said == ["result 0 2 True True", "result 1 2 True True"], hosts

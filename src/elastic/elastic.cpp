@@ -78,8 +78,9 @@ Elastic::State::~State() {
 void Elastic::State::require_supported() const {
   if (options.keep_global_batch > 0 && !parts->takes_shares()) {
     throw UsageError(
-        "Elastic: keep_global_batch is for a mean of gradients over all ranks, and each rank of LocalUpdates updates "
-        "with its own: leave the option out");
+        "Elastic: keep_global_batch is for a mean of gradients over all ranks; each rank of LocalUpdates, and each "
+        "host of "
+        "ShardGossipOptimizer, updates with its own: leave the option out");
   }
   if (2 * options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
     throw UsageError(

@@ -80,10 +80,17 @@ class WithShardedDDP : public Wrapped {
 
 class WithFSDP : public Wrapped {
  public:
-  WithFSDP(FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer)
-      : Wrapped(parallel, optimizer, &optimizer), parallel_(parallel), optimizer_(optimizer) {
+  WithFSDP(const World& world, FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer)
+      : Wrapped(parallel, optimizer, &optimizer),
+        parallel_(parallel),
+        optimizer_(optimizer),
+        averages_(dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr) {
     parallel.require_regroupable();
-    optimizer.require_regroupable(parallel);
+    optimizer.require_regroupable(parallel, world.group());
+  }
+  bool takes_shares() const override { return !averages_; }
+  std::string why_closed() const override {
+    return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
     return optimizer_.has_buffered_gradient(parameter);
@@ -97,6 +104,7 @@ class WithFSDP : public Wrapped {
  private:
   FullyShardedCore& parallel_;
   FullyShardedOptimizerCore& optimizer_;
+  bool averages_;  // hosts, each of which has parameters of its own
 };
 
 class Megatron : public ElasticParts {
@@ -126,7 +134,7 @@ class Megatron : public ElasticParts {
   throw UsageError(
       fmt::format("Elastic: {} with {} is not supported: use DistributedDataParallel with OSS or an optimizer that is "
                   "whole on each rank, ShardedDataParallel with OSS, FullyShardedDataParallel with "
-                  "FullyShardedOptimizer, or DistributedOptimizer without a wrapper",
+                  "FullyShardedOptimizer or ShardGossipOptimizer, or DistributedOptimizer without a wrapper",
                   parallel.logging_data().strategy, c10::demangle(typeid(optimizer).name())));
 }
 
@@ -143,9 +151,9 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
     sharded_ddp->require_regroupable(optimizer);
     return std::make_unique<WithShardedDDP>(world, *sharded_ddp, *oss);
   } else if (auto* fsdp = dynamic_cast<FullyShardedCore*>(&parallel)) {
-    auto* fully_sharded = dynamic_cast<FullyShardedOptimizerCore*>(&optimizer);
-    const bool gossip = dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr;
-    if (fully_sharded != nullptr && !gossip) return std::make_unique<WithFSDP>(*fsdp, *fully_sharded);
+    if (auto* fully_sharded = dynamic_cast<FullyShardedOptimizerCore*>(&optimizer)) {
+      return std::make_unique<WithFSDP>(world, *fsdp, *fully_sharded);
+    }
   }
   refuse_pair(parallel, optimizer);
 }
@@ -208,7 +216,8 @@ bool ElasticParts::has_scaler() const {
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
                                             torch::optim::Optimizer& optimizer) {
-  if (parallel.group().name() != world.group().name()) {
+  const bool of_hosts = dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr;
+  if (!of_hosts && parallel.group().name() != world.group().name()) {
     throw UsageError("Elastic: the wrapper's group is not the world's: give it world.group()");
   }
   auto parts = parts_of(world, parallel, optimizer);

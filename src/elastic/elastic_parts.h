@@ -47,6 +47,8 @@ class ElasticParts {
   virtual void set_share(std::optional<double> share) = 0;
   // False: ranks have no mean in common, and set_share() does nothing.
   virtual bool takes_shares() const { return true; }
+  // Why processes cannot join this training; empty: they can.
+  virtual std::string why_closed() const { return ""; }
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
   virtual bool stands_for_gradient(const at::Tensor& /*parameter*/) const { return false; }
   // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.
@@ -68,6 +70,8 @@ class ElasticParts {
   bool commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide);
   // Whether a step's gradients are of all ranks.
   virtual bool reduces() const { return true; }
+  // Whether the step in progress has failed, in forward or backward, which all ranks learn of.
+  virtual bool is_broken() const { return reducer() != nullptr && reducer()->broken(); }
   // Scope of the update; nothing if none is needed. After an update that returned, check_update() throws UsageError if it
   // left out what it must do.
   virtual std::shared_ptr<void> begin_update() { return nullptr; }

@@ -83,7 +83,8 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   if (sampler != nullptr) {
     outdated = true;
     if (comes) sampler->set_epoch(first_epoch);
-    divide(epoch && *epoch == sampler->epoch() ? taken : 0);
+    const bool inside = comes || (epoch && *epoch == sampler->epoch());
+    divide(inside ? taken : sampler->taken());  // the program may have begun behind some of the epoch's samples
   }
   if (comes) return;
   ElasticChange change{.generation = generations->number(),
@@ -170,7 +171,10 @@ bool Elastic::State::admit() {
 void Elastic::State::share(const std::vector<bool>& newcomers) {
   const bool comes = generations->is_newcomer();
   Position position{.done = done, .changes = changes, .steps_before = steps_before, .taken = taken, .epoch = epoch};
-  if (sampler != nullptr) position.next_epoch = sampler->epoch();
+  if (sampler != nullptr) {
+    position.next_epoch = sampler->epoch();
+    if (!epoch || *epoch != sampler->epoch()) position.taken = sampler->taken();
+  }
   admission.share(world.group(), newcomers, position);
   if (!comes) return;
   done = position.done;

@@ -140,7 +140,7 @@ void Elastic::State::require_between_steps(const char* what) const {
 // failed, in forward or backward, does so in the next forward.
 void Elastic::State::count_dropped() {
   const auto of = std::exchange(left_step, std::nullopt);
-  if (of && parts->reduces() && *of == parts->step() && !parts->reducer()->broken()) ++dropped;
+  if (of && parts->reduces() && *of == parts->step() && !parts->is_broken()) ++dropped;
 }
 
 void Elastic::State::require_equal_drops(const std::vector<double>& by_rank) {

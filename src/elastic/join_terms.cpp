@@ -83,6 +83,7 @@ GradScaler* JoinTerms::scaler() const {
 }
 
 std::string JoinTerms::why_closed() const {
+  if (auto why = parts_.why_closed(); !why.empty()) return why;
   if (parts_.sharded() && (transport_ == "tcp" || transport_ == "gloo")) {
     return fmt::format("its optimizer is sharded, which needs the transport host, and its transport is {}", transport_);
   }

@@ -76,6 +76,7 @@ class LocalParts : public ElasticParts {
     return false;
   }
   bool reduces() const override { return updates_.reducer != nullptr; }
+  bool is_broken() const override { return updates_.reducer != nullptr && updates_.reducer->broken(); }
   std::shared_ptr<void> begin_update() override {
     before_ = updates_.steps;
     updates_.turn = Turn::one_step;

@@ -127,9 +127,11 @@ void DistributedSampler::seek(size_t index) {
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
-  archive.write("epoch", at::tensor(static_cast<int64_t>(epoch_)), /*is_buffer=*/true);
-  archive.write("index", at::tensor(static_cast<int64_t>(index_)), /*is_buffer=*/true);
-  archive.write("first", at::tensor(static_cast<int64_t>(first_)), /*is_buffer=*/true);
+  Begin at{epoch_, first_, index_};
+  if (divided_ != epoch_) at = begin_ && begin_->epoch == epoch_ ? *begin_ : Begin{epoch_, 0, 0};  // not begun yet
+  archive.write("epoch", at::tensor(static_cast<int64_t>(at.epoch)), /*is_buffer=*/true);
+  archive.write("index", at::tensor(static_cast<int64_t>(at.index)), /*is_buffer=*/true);
+  archive.write("first", at::tensor(static_cast<int64_t>(at.first)), /*is_buffer=*/true);
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {

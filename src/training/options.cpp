@@ -88,6 +88,13 @@ int64_t OptionValues::integer(const std::string& name) const {
   return parsed<int64_t>(text(name)).value();
 }
 
+int OptionValues::count(const std::string& name) const {
+  constexpr auto most = std::numeric_limits<int>::max();
+  const auto value = integer(name);
+  if (value <= most && value >= -most) return static_cast<int>(value);
+  throw StrategyOptionError(name, fmt::format(" {}: give at most {}", value, most));
+}
+
 double OptionValues::number(const std::string& name) const {
   return parsed<double>(text(name)).value();
 }

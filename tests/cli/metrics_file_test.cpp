@@ -74,6 +74,59 @@ TEST_F(MetricsFile, ELA11_a_line_of_the_writer_is_not_repeated_by_its_successor)
   EXPECT_EQ(text(), text_of({step(0), evaluation(0), step(1), change(2, 2), evaluation(1), step(2)}));
 }
 
+// With more ranks an epoch has fewer steps, so that numbers go back.
+TEST_F(MetricsFile, ELA11_lines_are_there_once_where_steps_are_numbered_anew) {
+  Metrics first(path());
+  Metrics second(path(), Metrics::Start::anew, /*writes=*/false);
+  std::vector<Line> lines;
+  for (int64_t number = 0; number < 40; ++number) lines.push_back(step(number));
+  lines.push_back(change(2, 26));
+  for (int64_t number = 26; number < 30; ++number) lines.push_back(step(number));
+  for (size_t i = 0; i < lines.size(); ++i) {
+    if (i + 1 < lines.size()) first.write(lines[i]);
+    second.write(lines[i]);
+  }
+  second.take_over();
+  for (const auto& line : {change(3, 30), step(30), change(4, 20), step(20)}) {
+    second.write(line);
+    lines.push_back(line);
+  }
+  EXPECT_EQ(text(), text_of(lines));
+}
+
+// The writer ends before it has said how the ranks changed.
+TEST_F(MetricsFile, ELA11_a_change_that_the_writer_did_not_live_to_write) {
+  Metrics first(path());
+  Metrics second(path(), Metrics::Start::anew, /*writes=*/false);
+  for (int64_t number = 0; number < 40; ++number) {
+    first.write(step(number));
+    second.write(step(number));
+  }
+  second.write(change(2, 26));
+  second.write(step(26));
+  second.take_over();
+  second.write(change(3, 27));
+  std::vector<Line> lines;
+  for (int64_t number = 0; number < 40; ++number) lines.push_back(step(number));
+  for (const auto& line : {change(2, 26), step(26), change(3, 27)}) lines.push_back(line);
+  EXPECT_EQ(text(), text_of(lines));
+}
+
+// A rank that has joined leads from now on.
+TEST_F(MetricsFile, ELA11_a_writer_hands_over_to_another_one) {
+  Metrics first(path());
+  Metrics second(path(), Metrics::Start::behind, /*writes=*/false);
+  first.write(step(0));
+  first.hand_over();
+  second.take_over();
+  for (auto* each : {&first, &second}) {
+    each->write(change(2, 1));
+    each->write(step(1));
+  }
+  first.take_over();
+  EXPECT_EQ(text(), text_of({step(0), change(2, 1), step(1)}));
+}
+
 TEST_F(MetricsFile, ELA11_a_part_of_a_line_is_cut_off) {
   {
     Metrics first(path());

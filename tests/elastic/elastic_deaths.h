@@ -8,9 +8,15 @@
 #include <string>
 #include <vector>
 
+#include "tests/elastic/elastic_gossip_judge.h"
 #include "tests/elastic/elastic_run.h"
 
 namespace shoal::test {
+
+inline std::string verdict_on(const Record& record, int epochs, bool in_rank_order, const Trained& trained) {
+  if (trained.sharding == Sharding::gossip) return GossipJudge(record, trained).verdict(epochs);
+  return judge(record, epochs, in_rank_order, trained);
+}
 
 // Checks that these ranks were killed and no others, that the others ended well, and what the judge says.
 inline void check(const std::vector<RankEnded>& ended, const std::vector<int>& may_be_killed, const Record& record,
@@ -30,7 +36,7 @@ inline void check(const std::vector<RankEnded>& ended, const std::vector<int>& m
   if (left > 0) {
     // In a process of its own, because one that has run backward must not fork.
     const auto verdict =
-        run_ranks(1, [&](const World&) { return judge(record, epochs, in_rank_order, trained); }).front();
+        run_ranks(1, [&](const World&) { return verdict_on(record, epochs, in_rank_order, trained); }).front();
     EXPECT_TRUE(WIFEXITED(verdict.status));
     EXPECT_EQ(verdict.text, "");
   }

@@ -224,6 +224,42 @@ TEST(ElasticLoop, ELA01_what_ranks_do_together_runs_again_on_all_of_them_or_on_n
   for (const auto& rank : test::run_ranks(2, body, {}, options)) EXPECT_EQ(rank.text, "3 in 1 run, 3 in 2 runs");
 }
 
+// As a loop that resumes in the middle of an epoch does, and evaluates first.
+TEST(ElasticLoop, ELA05_a_rank_ends_before_the_first_step_of_an_epoch_that_was_begun_elsewhere) {
+  const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<test::Net>();
+    DistributedDataParallel<test::Net> parallel(net, world.group());
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+    DistributedSampler sampler(90, world.group(), {.seed = 3});
+    sampler.set_epoch(3);
+    sampler.seek(10);
+    Elastic elastic(world, parallel, optimizer, sampler, {.on_change = [](const ElasticChange&) {}});
+    const bool dies = world.rank() == 2;
+    elastic.together([&] {
+      if (dies) std::raise(SIGKILL);
+      world.barrier();
+    });
+    double samples = 0;
+    while (elastic.in_epoch()) {
+      auto division = sampler;
+      division.reset();
+      while (const auto batch = division.next(5)) {
+        const auto x = test::inputs_of(*batch);
+        if (!elastic.step(
+                static_cast<int64_t>(batch->size()), [&] { test::loss_of(parallel.forward(x), x).backward(); },
+                [&] { optimizer.step(); })) {
+          break;
+        }
+        optimizer.zero_grad();
+        samples += static_cast<double>(batch->size());
+      }
+    }
+    return fmt::format("{} samples", world.group().all_reduce(samples));
+  });
+  expect_texts(ended, "60 samples", 2);
+}
+
 TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job) {
   const test::SharedRecord record;
   const auto ended = test::run_ranks(3, [&](const World& world) {

@@ -46,6 +46,7 @@ struct Entry {
   int ranks = 0;
   int rank = 0;
   int host = 0;  // number of the host among those of the ranks
+  int home = 0;  // number of the host among those at the start
   int epoch = 0;
   int count = 0;
   int samples[batch_size] = {};
@@ -276,6 +277,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   net->to_dtype(trained.module_dtype());
   const auto wrapped = wrap_as(trained, net, world.group());
   auto& optimizer = *wrapped.optimizer;
+  const int home = hosts_of(world.group())[static_cast<size_t>(world.rank())];
   DistributedSampler sampler(samples_of_epoch, world.group(), {.seed = 3});
   int64_t step = 1;  // the one that is computed
   const auto reached = [&](Moment moment) {
@@ -317,7 +319,8 @@ inline std::string train(const World& world, Record& record, int epochs, const s
       auto division = sampler;  // as a data loader has one
       division.reset();
       while (const auto batch = division.next(batch_size)) {
-        Entry entry{.generation = elastic.generation(), .epoch = epoch, .count = static_cast<int>(batch->size())};
+        Entry entry{
+            .generation = elastic.generation(), .home = home, .epoch = epoch, .count = static_cast<int>(batch->size())};
         std::copy(batch->begin(), batch->end(), entry.samples);
         const auto parts = inputs_of(*batch).chunk(trained.micro_batches);
         const auto compute = [&] {

@@ -25,6 +25,7 @@
 #include "shoal/fsdp.h"
 #include "shoal/megatron.h"
 #include "shoal/optim.h"
+#include "shoal/shard_gossip.h"
 #include "shoal/wrap_policy.h"
 #include "shoal/zero.h"
 
@@ -114,6 +115,7 @@ enum class Sharding {
   zero1_by_host,
   zero2_by_host,
   megatron_by_host,
+  gossip,  // shards on each host, whose parameters are of its own
 };
 
 // What is trained, and how.
@@ -129,7 +131,9 @@ struct Trained {
 
   // The dtype of the module that the strategy is given.
   at::ScalarType module_dtype() const { return is_fsdp() ? at::kFloat : dtype; }
-  bool is_fsdp() const { return sharding == Sharding::fsdp || sharding == Sharding::hybrid; }
+  bool is_fsdp() const {
+    return sharding == Sharding::fsdp || sharding == Sharding::hybrid || sharding == Sharding::gossip;
+  }
   // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP takes in their order.
   bool sums_by_host(bool equal_hosts) const {
     return sharding == Sharding::hybrid || sharding == Sharding::zero2_by_host ||
@@ -144,14 +148,14 @@ struct Trained {
 
 // For names of tests.
 inline std::string short_name(Sharding sharding) {
-  const char* names[] = {"ddp",    "zero1",         "zero2",         "megatron",        "fsdp",
-                         "hybrid", "zero1_by_host", "zero2_by_host", "megatron_by_host"};
+  const char* names[] = {"ddp",    "zero1",         "zero2",         "megatron",         "fsdp",
+                         "hybrid", "zero1_by_host", "zero2_by_host", "megatron_by_host", "gossip"};
   return names[static_cast<int>(sharding)];
 }
 
 inline std::string name_of(const Trained& trained) {
-  const char* names[] = {"DDP",         "ZeRO-1",         "ZeRO-2",         "Megatron",        "FSDP",
-                         "hybrid FSDP", "ZeRO-1 by host", "ZeRO-2 by host", "Megatron by host"};
+  const char* names[] = {"DDP",         "ZeRO-1",         "ZeRO-2",         "Megatron",         "FSDP",
+                         "hybrid FSDP", "ZeRO-1 by host", "ZeRO-2 by host", "Megatron by host", "gossip of hosts"};
   return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
                      trained.width, c10::toString(trained.dtype));
 }
@@ -308,6 +312,17 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
       wrapped.optimizer =
           std::make_unique<DistributedOptimizer<Chunked<Local>>>(net, options, group, megatron_options(trained));
       wrapped.forward = [net, trained](const at::Tensor& x) { return net->forward(x.to(trained.dtype)); };
+      return wrapped;
+    }
+    if (trained.sharding == Sharding::gossip) {
+      const auto hosts = host_groups(group);
+      auto parallel =
+          std::make_unique<FullyShardedDataParallel<Module>>(net, hosts.inside, fsdp_options<Chunked<Local>>(trained));
+      FullyShardedOptimizerOptions chosen{.clip_grad = trained.clip};
+      if (trained.dtype == at::kHalf) chosen.scaler = trained.scaler();
+      wrapped.optimizer = std::make_unique<ShardGossipOptimizer<Chunked<Local>>>(
+          *parallel, hosts.across, options, ShardGossipOptions{.bucket_cap_mb = 1e-3}, chosen);
+      keep(std::move(parallel));
       return wrapped;
     }
     if (trained.is_fsdp()) {

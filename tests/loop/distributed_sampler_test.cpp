@@ -171,6 +171,27 @@ TEST(DistributedSampler, goes_on_where_it_was_saved) {
   EXPECT_EQ(drain(resumed), drain(sampler));
 }
 
+// What is saved between two epochs is the beginning of the next one.
+TEST(DistributedSampler, an_epoch_that_has_not_begun_is_saved_as_such) {
+  DistributedSampler sampler(20, 2, 1);
+  drain(sampler);
+  sampler.set_epoch(1);
+  for (const size_t seeks : {0, 4}) {
+    if (seeks > 0) sampler.seek(seeks);
+    std::stringstream stream;
+    torch::serialize::OutputArchive out;
+    sampler.save(out);
+    out.save_to(stream);
+    DistributedSampler resumed(20, 2, 1);
+    torch::serialize::InputArchive in;
+    in.load_from(stream);
+    resumed.load(in);
+    EXPECT_EQ(resumed.epoch(), 1U);
+    const auto all = epoch_of(20, 1, {}, 2, 1);
+    EXPECT_EQ(drain(resumed), Indices(all.begin() + static_cast<std::ptrdiff_t>(seeks), all.end()));
+  }
+}
+
 TEST(DistributedSampler, seeks_within_its_samples) {
   DistributedSampler sampler(20, 2, 1);
   const auto all = drain(sampler);

@@ -88,6 +88,9 @@ TEST(Registry, checks_say_before_the_start_what_would_fail) {
   EXPECT_THAT(check("ddp", {{"compress", "fp8"}}, 2), StartsWith("compress fp8: give none"));
   EXPECT_THAT(check("decentralized", {{"topology", "nonsense"}}, 2), HasSubstr("unknown topology"));
   EXPECT_THAT(check("hybrid_gossip", {{"topology_local_size", "3"}}, 4), HasSubstr("do not make hosts of 3"));
+  EXPECT_THAT(check("hybrid_gossip", {{"topology_local_size", "4294967296"}}, 4),
+              StartsWith("topology_local_size 4294967296: give at most 2147483647"));
+  EXPECT_THAT(check("diloco", {{"fragments", "4294967297"}}, 4), StartsWith("fragments 4294967297: give at most"));
   EXPECT_THAT(check("none", {}, 2), HasSubstr("one process"));
 }
 

@@ -308,6 +308,27 @@ TEST(Training, a_programs_own_strategy_trains_by_its_name) {
             std::string::npos);
 }
 
+// A rank trains its own layer itself, with gradients that are no other rank's.
+TEST(Training, ignored_parameters_do_not_count_in_the_norm) {
+  TrainingOptions options{.clip_grad = largest_norm};
+  options.ignored = {"first.weight", "first.bias"};
+  auto training = make_training("ddp", seeded(3), optimizer_recipe<FusedSGD>(sgd), group(), options);
+  const auto& own = training.module()->first->weight;
+  for (int64_t step = 0; step < 3; ++step) {
+    training->backward(mean_loss(training(batch(group().rank(), step))) * (1 + group().rank()));
+    const auto before = own.grad().clone();
+    training->step();
+    EXPECT_TRUE(at::equal(own.grad(), before)) << "left to the program";
+    training->zero_grad();
+  }
+  for (const auto& entry : training.module()->named_parameters()) {
+    if (entry.key().starts_with("first.")) continue;
+    auto first = entry.value().detach().clone();
+    group().broadcast(first, 0).wait();
+    EXPECT_TRUE(at::equal(first, entry.value())) << entry.key() << " differs on rank " << group().rank();
+  }
+}
+
 TEST(Training, wrong_options_are_refused_on_every_rank) {
   const auto make = [](const std::string& name, const StrategyOptions& options, double clip) {
     make_training(name, seeded(3), optimizer_recipe<FusedSGD>(sgd), group(), {.options = options, .clip_grad = clip});

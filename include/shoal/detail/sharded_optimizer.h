@@ -63,7 +63,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // to memory that the ranks share. Collective.
   void guard();
   // Steps are as before Elastic from now on. Not collective.
-  void unguard();
+  virtual void unguard();
   // While true, clipping is refused: gradients are those of some of a rank's shares.
   void compute_shares(bool now);
   // All of a step that communicates: adopts changed values, and reduces, unscales, checks and clips the gradients. Returns
@@ -73,7 +73,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void commit(bool map);
   // The ranks over which the state is sharded, and those that hold the same shares.
   Group everybody() const;
-  // Whether other hosts hold the same shares. The commit is then that of all hosts: map_on_host(), once all ranks of this host have
+  // Whether other hosts hold the same shares, or average with them. The commit is then that of all hosts: map_on_host(), once all ranks of this host have
   // prepared; and commit_over_hosts(), as GuardedUpdate has it, once all ranks have come to a meeting after that, or it has failed.
   bool has_replicas() const;
   void map_on_host(bool map);
@@ -95,6 +95,8 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // Called within a step: before the gradients are read, and before updated values are published.
   virtual void complete_gradients() {}
   virtual void end_gradients() {}
+  // Called at the end of an update in an elastic job, which does not communicate.
+  virtual void show_update() {}
   // True if values change, and are published, also in a step without an update.
   virtual bool moves_without_update() const { return false; }
   // step() with a loss scaler or none (nullptr) and a norm to clip to or none (0).

@@ -28,7 +28,11 @@ class ElasticTrainer {
   // One that is sharded.
   ElasticTrainer(DataParallelCore& parallel, ShardedOptimizerBase& optimizer, DistributedSampler* sampler,
                  const py::dict& given)
-      : world_(world_of(parallel.group())),
+      : ElasticTrainer(parallel.group(), parallel, optimizer, sampler, given) {}
+  // The same, where `everybody` has more ranks than the wrapper: those of other hosts, which have models of their own.
+  ElasticTrainer(const Group& everybody, DataParallelCore& parallel, ShardedOptimizerBase& optimizer,
+                 DistributedSampler* sampler, const py::dict& given)
+      : world_(world_of(everybody)),
         joining_(world_.joining()),
         module_(std::static_pointer_cast<Mirror>(parallel.module())),
         sharded_(&optimizer) {
@@ -83,7 +87,7 @@ class ElasticTrainer {
       }
       refresh();
     };
-    return unlocked_with_calls([&] {
+    const bool complete = unlocked_with_calls([&] {
       if (by_share) {
         const std::function<void(int64_t, int64_t)> each = compute_share;
         return elastic().step(samples, each, prepare_all, update_all);
@@ -94,6 +98,8 @@ class ElasticTrainer {
       };
       return elastic().step(samples, all, update_all);
     });
+    if (local_ != nullptr) local_->optimizer->write_state();  // which an exchange after the update may have reset
+    return complete;
   }
   py::object together(const py::object& work) {
     const auto held = share(work);
@@ -113,6 +119,11 @@ class ElasticTrainer {
     return *elastic_;
   }
   const World& world() const { return world_; }
+  // The ranks among which the optimizer is sharded.
+  Group shard_group() const {
+    if (sharded_ == nullptr) throw UsageError("Elastic: the optimizer is not sharded");
+    return sharded_->group();
+  }
   bool joining() const { return joining_; }
   // This rank takes no more part; nothing else may be called afterwards.
   void close() {
@@ -237,6 +248,8 @@ void bind_elastic(py::module_& module) {
   py::class_<Trainer>(module, "ElasticTrainer")
       .def(py::init<DataParallelCore&, ShardedOptimizerBase&, DistributedSampler*, const py::dict&>(),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+      .def(py::init<const Group&, DataParallelCore&, ShardedOptimizerBase&, DistributedSampler*, const py::dict&>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>())
       .def(py::init<DistributedOptimizerCore&, DistributedSampler*, const py::dict&>(), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
       .def(py::init<LocalTraining&, DistributedSampler*, const py::dict&>(), py::keep_alive<1, 2>(),
@@ -254,6 +267,7 @@ void bind_elastic(py::module_& module) {
       .def("steps", [](const Trainer& trainer) { return trainer.elastic().steps(); })
       .def("generation", [](const Trainer& trainer) { return trainer.elastic().generation(); })
       .def("group", [](const Trainer& trainer) { return trainer.world().group(); })
+      .def("shard_group", &Trainer::shard_group)
       .def("joining", &Trainer::joining)
       .def("store", &Trainer::store)
       .def("close", &Trainer::close);

@@ -218,12 +218,13 @@ std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result)
 bool Trainer::step_of_micros(int64_t number, MeasuredStep& step, const std::function<void()>& update) {
   std::vector<data::Batch> batches;
   int64_t samples = 0;
-  for (int micro = 0; micro < options_.accumulate; ++micro) {
+  // An epoch may have fewer batches than a step has micro-batches, on all ranks.
+  for (int micro = 0; micro < options_.accumulate && (micro == 0 || feed_.has_next()); ++micro) {
     batches.push_back(feed_.next(number, micro));
     samples += batches.back().data.size(0);
   }
   const auto compute = [&] {
-    step = measured_gradients(*strategy_, number, options_.accumulate, [&](int micro) {
+    step = measured_gradients(*strategy_, number, static_cast<int>(batches.size()), [&](int micro) {
       const auto& batch = batches[static_cast<size_t>(micro)];
       return elastic_loss(number, batch.data, batch.target);
     });

@@ -50,7 +50,10 @@ class DatasetFeed : public Feed {
         train_(std::move(train)),
         test_(std::move(test)),
         sampler_(*train_->size(), static_cast<size_t>(ranks), static_cast<size_t>(rank), {.seed = options.seed}),
-        batch_(options.batch) {}
+        batch_(options.batch) {
+    if (options.keep_global_batch)
+      keep_batch(ranks * options.accumulate * options.batch, options.accumulate * options.batch);
+  }
 
   std::optional<int64_t> steps_per_epoch() const override {
     if (kept_ > 0) return (static_cast<int64_t>(sampler_.size()) + kept_ - 1) / kept_;
@@ -88,6 +91,8 @@ class DatasetFeed : public Feed {
                                             torch::data::DataLoaderOptions(batch_));
     next_.emplace(loader_->begin());
   }
+
+  bool has_next() override { return *next_ != loader_->end(); }
 
   data::Batch next(int64_t, int) override {
     // The epoch has fewer batches than one step has micro-batches.

@@ -21,6 +21,8 @@ class Feed {
   // Prepares the batches of this step, outside of its measured time.
   virtual void prepare(int64_t) {}
   virtual data::Batch next(int64_t step, int micro) = 0;
+  // Whether next() is not the epoch's first batch again.
+  virtual bool has_next() { return true; }
   // Call right after begin_epoch: skips the batches of `steps` steps.
   virtual void skip(int64_t steps) = 0;
   // For elastic training. The sampler whose data Elastic divides; nullptr: batches depend on rank and step alone.

@@ -17,9 +17,12 @@ namespace {
 constexpr size_t most_kept = 32;
 constexpr int64_t most_read = 64 << 10;
 
+// Kind of the lines that say how the ranks have changed.
+constexpr const char* change = "event";
+
 // The kind of a line and its number, which grows from line to line; the kind is empty where a line may be repeated.
 std::pair<std::string_view, int64_t> place_of(const nlohmann::ordered_json& line) {
-  for (const auto& [kind, number] : {std::pair{"loss", "step"}, {"eval_loss", "step"}, {"event", "generation"}}) {
+  for (const auto& [kind, number] : {std::pair{"loss", "step"}, {"eval_loss", "step"}, {change, "generation"}}) {
     if (line.contains(kind) && line.contains(number) && line[number].is_number_integer()) return {kind, line[number]};
   }
   return {"", 0};
@@ -62,14 +65,24 @@ Metrics::Metrics(const std::string& path, Start start, bool writes) : path_(path
 
 void Metrics::write(const nlohmann::ordered_json& line) {
   if (path_.empty()) return;
+  const auto [kind, number] = place_of(line);
+  if (kind == change) generation_ = number;
   if (!writes_) {
-    kept_.push_back(line);
+    // The writer goes on with the others after a change of the ranks, so it has written what was before.
+    if (kind == change) kept_.clear();
+    kept_.emplace_back(generation_, line);
     if (kept_.size() > most_kept) kept_.pop_front();
     return;
   }
-  const auto [kind, number] = place_of(line);
-  const auto former = last_former_.find(kind);
-  if (former == last_former_.end() || number > former->second) append(line);
+  if (!is_written(kind, number)) append(line);
+}
+
+// Numbers of steps grow between two changes of the ranks.
+bool Metrics::is_written(std::string_view kind, int64_t number) const {
+  if (kind.empty() || generation_ > former_generation_) return false;
+  if (kind == change || generation_ < former_generation_) return true;
+  const auto last = last_former_.find(kind);
+  return last != last_former_.end() && number <= last->second;
 }
 
 void Metrics::append(const nlohmann::ordered_json& line) {
@@ -86,13 +99,29 @@ void Metrics::take_over() {
     at = next + 1;
     if (!line.is_object()) continue;  // the end of a line
     const auto [kind, number] = place_of(line);
-    if (!kind.empty()) last_former_[kind] = number;
+    if (kind == change) {
+      former_generation_ = number;
+      last_former_.clear();
+    } else if (!kind.empty()) {
+      last_former_[kind] = number;
+    }
   }
   cut(path_, end);
   file_.open(path_, std::ios::app);
   if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}", path_));
   writes_ = true;
-  for (const auto& line : std::exchange(kept_, {})) write(line);
+  const auto generation = generation_;
+  for (const auto& [then, line] : std::exchange(kept_, {})) {
+    generation_ = then;
+    write(line);
+  }
+  generation_ = generation;
+}
+
+void Metrics::hand_over() {
+  if (path_.empty() || !writes_) return;
+  file_.close();
+  writes_ = false;
 }
 
 }  // namespace shoal::cli

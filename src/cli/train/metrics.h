@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace shoal::cli {
 
@@ -25,16 +26,24 @@ class Metrics {
   // Appends from now on, in place of a rank that has ended: first the kept lines that it has not written. Lines that it
   // has written are left out.
   void take_over();
+  // Another rank writes from now on.
+  void hand_over();
 
  private:
   void append(const nlohmann::ordered_json& line);
+  // By the rank that has ended.
+  bool is_written(std::string_view kind, int64_t number) const;
 
   std::string path_;
   bool writes_;
   int64_t begin_ = 0;  // bytes of former runs
   std::ofstream file_;
-  std::deque<nlohmann::ordered_json> kept_;          // the last lines of a rank that does not write
-  std::map<std::string_view, int64_t> last_former_;  // by kind of line: the last one of the rank that has ended
+  int64_t generation_ = 0;  // of the ranks, by the last line that says so
+  std::deque<std::pair<int64_t, nlohmann::ordered_json>>
+      kept_;  // the last lines of a rank that does not write, and generations
+  // Of the rank that has ended: its last generation, and by kind of line the last number in it.
+  int64_t former_generation_ = 0;
+  std::map<std::string_view, int64_t> last_former_;
 };
 
 }  // namespace shoal::cli

@@ -198,7 +198,7 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
                     .threads = threads_per_rank(options, ranks),
                     .prefix_output = false,
                     .flight_recorder = options.flight_recorder,
-                    .keep_going = options.chosen().pace == Pace::own,
+                    .keep_going = options.chosen().pace == Pace::own && !options.elastic,
                     .min_ranks = options.elastic.value_or(0),
                     .most_ranks = options.elastic_most,
                     .max_restarts = options.max_restarts};

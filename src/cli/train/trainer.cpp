@@ -261,12 +261,12 @@ bool Trainer::evaluates(int64_t steps) const {
   return options_.eval && ((per_epoch && steps % *per_epoch == 0) || steps >= total_steps());
 }
 
-// Takes over the reports if the leading rank has ended.
+// Takes over the reports if the leading rank has ended; hands them over to one that has joined and leads.
 void Trainer::take_over(Loop& loop) {
-  if (loop.reports || !leads()) return;
-  loop.reports = true;
-  loop.metrics.take_over();
-  loop.progress.enable();
+  if (loop.reports == leads()) return;
+  loop.reports = leads();
+  loop.reports ? loop.metrics.take_over() : loop.metrics.hand_over();
+  loop.progress.enable(loop.reports);
 }
 
 GroupStatistics Trainer::communication() const {
@@ -377,6 +377,9 @@ TrainResult Trainer::run() {
   }
   // Before ranks may end, so that one that takes over finds no lines of a former run.
   Metrics metrics(options_.metrics, first > 0 || joins ? Metrics::Start::behind : Metrics::Start::anew, reports);
+  const auto per_epoch = feed_.steps_per_epoch().value_or(0);
+  // The rest of a resumed epoch stays, also if a rank ends before the first step.
+  if (options_.elastic && per_epoch > 0 && !joins) feed_.prepare_epoch(first / per_epoch, first % per_epoch);
   make_elastic();
   const auto before = communication();
   const auto wire = loopback_bytes();
@@ -387,7 +390,7 @@ TrainResult Trainer::run() {
       .reports = reports,
       .metrics = std::move(metrics),
       .progress = ProgressBar(total_steps() - first, {.enabled = reports, .unit = "samples", .unit_scale = samples}),
-      .per_epoch = feed_.steps_per_epoch().value_or(0)};
+      .per_epoch = per_epoch};
   if (joins) join(loop, result);
   elastic_ ? train_elastic(loop, result) : train(loop, result);
   if (training_) {

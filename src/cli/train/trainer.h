@@ -105,7 +105,7 @@ class Trainer {
   // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
   bool is_interrupted(int64_t number) const;
   // Whether all ranks are always in the same step and end together.
-  bool in_step() const { return strategy_->strategy().pace != Pace::own; }
+  bool in_step() const { return options_.elastic || strategy_->strategy().pace != Pace::own; }
   bool leads() const { return strategy_->leader() == group_.rank(); }
   int64_t total_steps() const;
   // Returns the first step.

@@ -50,6 +50,7 @@ class SocketChannel : public GossipChannel {
         group_(group.name),
         timeline_(group.world->options.timeline),
         job_(group.world->placement.job),
+        memory_(group.world->memory),
         buffers_(std::move(buffers)),
         addresses_(std::move(addresses)),
         peers_(addresses_.size()),
@@ -84,7 +85,7 @@ class SocketChannel : public GossipChannel {
       for (const int reader : shown.front().readers) {
         auto& peer = peers_[reader];
         const auto taken = [&] { return peer.gone || peer.taken[buffer] >= shown.front().version; };
-        if (!peer.takes_late) changed_.wait_until(lock, deadline, [&] { return taken() || stops(peer); });
+        if (!peer.takes_late) wait(lock, deadline, [&] { return taken() || stops(peer); });
         peer.takes_late = !taken();
       }
       shown.pop_front();
@@ -199,7 +200,7 @@ class SocketChannel : public GossipChannel {
     auto& shown = peer.shown[buffer];
     const auto found = [&] { return shown.lower_bound(version) != shown.end(); };
     if (!found() && !peer.late) {
-      changed_.wait_until(lock, SteadyClock::now() + limit, [&] { return found() || peer.gone || stops(peer); });
+      wait(lock, SteadyClock::now() + limit, [&] { return found() || peer.gone || stops(peer); });
     }
     peer.late = !found();
     if (shown.empty()) return {.arrival = peer.gone ? Arrival::gone : Arrival::late};
@@ -210,6 +211,14 @@ class SocketChannel : public GossipChannel {
     use(values);
     used_.values[source] = {number, values};
     return {.arrival = Arrival::here, .version = number};
+  }
+
+  // Ends early once ranks of an elastic job have ended: a neighbour may be waiting for this rank to learn of it.
+  void wait(std::unique_lock<std::mutex>& lock, SteadyClock::time_point end, const std::function<bool()>& done) {
+    constexpr auto slice = std::chrono::milliseconds(20);
+    while (!changed_.wait_until(lock, std::min(end, SteadyClock::now() + slice), done)) {
+      if (SteadyClock::now() >= end || (memory_ && memory_->interrupted())) return;
+    }
   }
 
   bool stops(const Peer& peer) const { return peer.stop && peer.stop->version > begun_; }
@@ -403,6 +412,7 @@ class SocketChannel : public GossipChannel {
   const std::string group_;
   const std::shared_ptr<Timeline> timeline_;
   const JobIdentity job_;
+  const std::shared_ptr<HostMemory> memory_;  // knows of ranks that have ended
   const std::vector<GossipBuffer> buffers_;
   std::vector<Address> addresses_;  // empty place: the rank has ended; changed under the mutex
   std::mutex mutex_;                // guards what follows

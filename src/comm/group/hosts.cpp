@@ -1,6 +1,6 @@
 #include "comm/group/hosts.h"
 
-#include <map>
+#include <algorithm>
 #include <string>
 
 #include "comm/group/group_state.h"
@@ -8,12 +8,29 @@
 
 namespace shoal {
 
+namespace {
+
+const std::string& host_of(const Group& group, int rank) {
+  return state_of(group)->world->meeting.peers[static_cast<size_t>(group.world_rank(rank))].host;
+}
+
+}  // namespace
+
+std::vector<std::string> names_of_hosts(const Group& group) {
+  std::vector<std::string> names;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto& host = host_of(group, rank);
+    if (std::find(names.begin(), names.end(), host) == names.end()) names.push_back(host);
+  }
+  return names;
+}
+
 std::vector<int> hosts_of(const Group& group) {
-  std::map<std::string, int> numbers;
+  const auto names = names_of_hosts(group);
   std::vector<int> hosts;
   for (int rank = 0; rank < group.size(); ++rank) {
-    const auto& host = state_of(group)->world->meeting.peers[group.world_rank(rank)].host;
-    hosts.push_back(numbers.try_emplace(host, static_cast<int>(numbers.size())).first->second);
+    const auto found = std::find(names.begin(), names.end(), host_of(group, rank));
+    hosts.push_back(static_cast<int>(found - names.begin()));
   }
   return hosts;
 }

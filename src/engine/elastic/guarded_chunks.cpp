@@ -58,7 +58,8 @@ std::vector<GuardedUpdate::Chunk> GuardedUpdate::chunks(int rank) const {
   std::vector<Chunk> list;
   const auto& targets = shared_.targets()[static_cast<size_t>(rank)];
   for (size_t i = 0; i < targets.size(); ++i) {
-    if (!shared_.gradient(rank, i).present) continue;
+    const auto& inputs = shared_.inputs(rank, i);
+    if (!inputs.has_others && !is_updated_in(inputs)) continue;
     const auto numel = targets[i].values.numel();
     const auto step = std::max<int64_t>(1, whole(targets[i]));
     int64_t begin = 0;
@@ -135,17 +136,30 @@ void GuardedUpdate::restore(int rank, const Chunk& chunk) const {
   });
 }
 
+// What lies like the target's values in the rank's memory.
+at::Tensor GuardedUpdate::read(int rank, const Chunk& chunk, const SharedPlace& place) const {
+  const auto& values = target(rank, chunk).values;
+  return at::from_blob(survivors_.at(rank, place), values.sizes(), dense_strides(values), values.options());
+}
+
 at::Tensor GuardedUpdate::gradient(int rank, const Chunk& chunk) const {
   if (rank == group_.rank()) return gradients_[chunk.target].read;
-  const auto& values = target(rank, chunk).values;
-  auto* data = survivors_.at(rank, shared_.gradient(rank, chunk.target).place);
-  return at::from_blob(data, values.sizes(), dense_strides(values), values.options());
+  return read(rank, chunk, shared_.inputs(rank, chunk.target).gradient);
+}
+
+at::Tensor GuardedUpdate::others(int rank, const Chunk& chunk) const {
+  const auto& inputs = shared_.inputs(rank, chunk.target);
+  if (!inputs.has_others) return {};
+  return rank == group_.rank() ? others_[chunk.target] : read(rank, chunk, inputs.others);
 }
 
 GuardedUpdate::Prepared GuardedUpdate::tensors_of(int rank, const Chunk& chunk) const {
-  Prepared all{.values = prepared(rank, chunk, target(rank, chunk).values),
-               .gradient = prepared(rank, chunk, gradient(rank, chunk)),
-               .state = shared_.state(rank, chunk.target)};
+  const auto& inputs = shared_.inputs(rank, chunk.target);
+  Prepared all{.values = prepared(rank, chunk, target(rank, chunk).values)};
+  if (inputs.has_others) all.others = prepared(rank, chunk, others(rank, chunk));
+  if (!is_updated_in(inputs)) return all;
+  all.gradient = prepared(rank, chunk, gradient(rank, chunk));
+  all.state = shared_.state(rank, chunk.target);
   if (all.state) {
     for (auto& [name, tensor] : all.state->tensors) tensor = prepared(rank, chunk, tensor);
   }
@@ -154,6 +168,10 @@ GuardedUpdate::Prepared GuardedUpdate::tensors_of(int rank, const Chunk& chunk) 
 
 void GuardedUpdate::step(int rank, const Chunk& chunk, const Prepared& all) {
   auto piece = part(rank, chunk, all.values);
+  if (all.others.defined()) {
+    MixedIn::mix(piece, part(rank, chunk, all.others), shared_.inputs(rank, chunk.target).own);
+  }
+  if (!all.gradient.defined()) return round(rank, chunk, piece);
   piece.mutable_grad() = part(rank, chunk, all.gradient);
   if (all.state) {
     auto state = *all.state;
@@ -217,7 +235,7 @@ void GuardedUpdate::update(int rank) {
     write_mark(record.mark, 2 * k + 1);
     step(rank, chunk, all);
     write_mark(record.mark, 2 * k + 2);
-    if (chunk.last && rank == group_.rank()) take_state(chunk.target);
+    if (all.gradient.defined() && chunk.last && rank == group_.rank()) take_state(chunk.target);
   }
   record.updated.store(commits_);
   survivors_.ring();

@@ -50,6 +50,7 @@ GuardedUpdate::GuardedUpdate(const Group& group, UpdateTargets targets, torch::o
   const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];
   gradients_.resize(own.size());
   copies_.resize(own.size());
+  others_.resize(own.size());
   const torch::NoGradGuard no_grad;
   for (size_t i = 0; i < own.size(); ++i) {
     const auto found = local_.state().find(own[i].values.unsafeGetTensorImpl());
@@ -88,7 +89,7 @@ void GuardedUpdate::release(const HeldState& former, const std::vector<UpdateTar
   }
 }
 
-bool GuardedUpdate::prepare() {
+bool GuardedUpdate::prepare(const MixedInTo& mixed_in) {
   const int self = group_.rank();
   const auto& own = shared_.targets()[static_cast<size_t>(self)];
   for (size_t i = 0; i < own.size(); ++i) {
@@ -96,10 +97,17 @@ bool GuardedUpdate::prepare() {
     const auto& values = own[i].values;
     auto gradient = values.grad();
     const auto given = gradient;
-    auto& shown = shared_.gradient(self, i);
-    shown.present = gradient.defined();
+    auto& shown = shared_.inputs(self, i);
+    const auto mixed = mixed_in.find(values.unsafeGetTensorImpl());
+    shown.has_others = mixed != mixed_in.end() && values.numel() > 0;
+    others_[i] = shown.has_others ? mixed->second.others : at::Tensor();
+    if (shown.has_others) {
+      shown.others = survivors_.place_of(others_[i].data_ptr(), others_[i].nbytes()).value();
+      shown.own = mixed->second.own;
+    }
+    shown.has_gradient = gradient.defined();
     gradients_[i] = Gradient();
-    if (!shown.present) continue;
+    if (!shown.has_gradient) continue;
     if (gradient.layout() != at::kStrided) throw UsageError("Elastic: sparse gradients are not supported here");
     auto place = lies_as(gradient, values) ? survivors_.place_of(gradient.data_ptr(), gradient.nbytes()) : std::nullopt;
     if (!place) {
@@ -109,7 +117,7 @@ bool GuardedUpdate::prepare() {
       place = survivors_.place_of(gradient.data_ptr(), gradient.nbytes());
     }
     gradients_[i] = {gradient.detach(), given, given._version(), sample_of(given)};
-    shown.place = *place;
+    shown.gradient = *place;
   }
   const auto before = std::exchange(arenas_, survivors_.arenas());
   return before != arenas_;
@@ -213,8 +221,9 @@ void GuardedUpdate::require_committed_gradients() const {
   }
 }
 
-void GuardedUpdate::run() {
+void GuardedUpdate::run(bool updates) {
   require_commit();
+  updates_ = updates;
   const torch::NoGradGuard no_grad;
   const int self = group_.rank();
   require_committed_gradients();

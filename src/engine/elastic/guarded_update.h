@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include "comm/membership/survivors.h"
@@ -13,6 +14,22 @@
 #include "shoal/group.h"
 
 namespace shoal {
+
+// Values that come from elsewhere, and are mixed into those of a tensor before it is updated.
+struct MixedIn {
+  at::Tensor
+      others{};    // sum of them by their weights, of the tensor's dtype, with elements as it has them in memory; by
+                   // Group::allocate()
+  double own = 1;  // weight of the tensor's own values
+
+  // values <- own * values + others. Computed as x + (others - (1 - own) x), because rounded weights do not sum to 1, and equal
+  // ranks would drift.
+  static void mix(const at::Tensor& values, const at::Tensor& others, double own) {
+    at::Tensor(values).add_(others.sub(values, 1 - own));
+  }
+};
+// By what is updated.
+using MixedInTo = std::unordered_map<const c10::TensorImpl*, MixedIn>;
 
 // Whether all hosts pass the commit: as the first rank says that asks, for all of them. JobLost if it cannot be known.
 using DecideOverHosts = std::function<bool(bool passes)>;
@@ -52,9 +69,10 @@ class GuardedUpdate {
   // What the ranks of this object have updated, and their state.
   const HeldState& held() const { return shared_; }
 
-  // Before commit(). Returns whether the others must map memory of this rank, all of them in one map_all(), so that they
-  // can read it after its death. UsageError for state that was replaced, and sparse gradients.
-  bool prepare();
+  // Before commit(). mixed_in: for own targets; run() mixes it in before it updates a target. Returns whether the others must map
+  // memory of this rank, all of them in one map_all(), so that they can read it after its death. UsageError for state that was
+  // replaced, and sparse gradients.
+  bool prepare(const MixedInTo& mixed_in = {});
   void map_all() const { survivors_.map_all(); }
   void commit();
   // In place of commit() where other hosts hold the same shares: the commit is that of all hosts, and must be called once ranks have
@@ -67,8 +85,9 @@ class GuardedUpdate {
   // UsageError unless a commit has passed that was not followed by run() yet.
   void require_commit() const;
   [[noreturn]] static void refuse_without_commit();
-  void run();
-  // In place of run(), on all ranks: nothing is updated in this step.
+  // updates: false, on all ranks alike: only what is mixed in changes values.
+  void run(bool updates = true);
+  // In place of run(), on all ranks: nothing changes in this step.
   void skip();
 
  private:
@@ -89,7 +108,8 @@ class GuardedUpdate {
   // Tensors of a target, of which a chunk is a part.
   struct Prepared {
     at::Tensor values{};
-    at::Tensor gradient{};
+    at::Tensor others{};    // undefined: none are mixed in
+    at::Tensor gradient{};  // undefined: no update
     std::optional<NamedState> state{};
   };
 
@@ -109,7 +129,10 @@ class GuardedUpdate {
   void for_each_saved(int rank, const Chunk& chunk, const Copy& copy) const;
   void save(int rank, const Chunk& chunk) const;
   void restore(int rank, const Chunk& chunk) const;
+  bool is_updated_in(const UpdateInputs& inputs) const { return updates_ && inputs.has_gradient; }
+  at::Tensor read(int rank, const Chunk& chunk, const SharedPlace& place) const;
   at::Tensor gradient(int rank, const Chunk& chunk) const;
+  at::Tensor others(int rank, const Chunk& chunk) const;
   Prepared tensors_of(int rank, const Chunk& chunk) const;
   void step(int rank, const Chunk& chunk, const Prepared& all);
   void keep_state(int rank, const Chunk& chunk, const at::Tensor& piece);
@@ -128,7 +151,9 @@ class GuardedUpdate {
   SharedState shared_;
   std::vector<Gradient> gradients_;  // by own target
   std::vector<at::Tensor> copies_;   // by own target, of gradients that the others cannot read where they are
+  std::vector<at::Tensor> others_;   // by own target, what is mixed into it; undefined: nothing
   int64_t commits_ = 0;
+  bool updates_ = true;  // in this run()
   uint32_t arenas_ = 0;  // that the others have mapped
 };
 

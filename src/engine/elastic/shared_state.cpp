@@ -51,7 +51,7 @@ SharedState::SharedState(const Group& group, UpdateTargets targets, int64_t scra
     Part part;
     const auto count = static_cast<int64_t>(list.size());
     part.record = places.take(sizeof(UpdateRecord));
-    part.gradients = places.take(count * static_cast<int64_t>(sizeof(GradientPlace)));
+    part.inputs = places.take(count * static_cast<int64_t>(sizeof(UpdateInputs)));
     part.entries = places.take(count * static_cast<int64_t>(sizeof(StateEntry)));
     int64_t scratch = sizeof(StateEntry) + alignment;
     ranks_.push_back(part);
@@ -81,8 +81,8 @@ UpdateRecord& SharedState::record(int rank) const {
   return *reinterpret_cast<UpdateRecord*>(at(ranks_[static_cast<size_t>(rank)].record));
 }
 
-GradientPlace& SharedState::gradient(int rank, size_t target) const {
-  return reinterpret_cast<GradientPlace*>(at(ranks_[static_cast<size_t>(rank)].gradients))[target];
+UpdateInputs& SharedState::inputs(int rank, size_t target) const {
+  return reinterpret_cast<UpdateInputs*>(at(ranks_[static_cast<size_t>(rank)].inputs))[target];
 }
 
 StateEntry& SharedState::entry(int rank, size_t target) const {

@@ -23,7 +23,7 @@ class SharedState : public HeldState {
 
   const UpdateTargets& targets() const override { return targets_; }
   UpdateRecord& record(int rank) const;
-  GradientPlace& gradient(int rank, size_t target) const;
+  UpdateInputs& inputs(int rank, size_t target) const;
   StateEntry& entry(int rank, size_t target) const;
   std::byte* scratch(int rank) const { return at(ranks_[static_cast<size_t>(rank)].scratch); }
 
@@ -52,7 +52,7 @@ class SharedState : public HeldState {
  private:
   struct Part {
     int64_t record = 0;
-    int64_t gradients = 0;
+    int64_t inputs = 0;
     int64_t entries = 0;
     int64_t scratch = 0;
     std::vector<int64_t> slots{};  // by target, the first of its slots

@@ -18,7 +18,7 @@ struct alignas(128) UpdateRecord {
   std::atomic<int64_t> verdict;  // rank 0's counts for all: 2 n: commit n has failed; 2 n + 1: it has passed
 };
 
-// Gradient and optimizer state of one tensor that a rank updates. The state's tensors lie in slots beside it.
+// Optimizer state of one tensor that a rank updates. The state's tensors lie in slots beside it.
 struct StateEntry {
   static constexpr int most_tensors = 6;
   static constexpr int most_numbers = 6;
@@ -43,10 +43,13 @@ struct StateEntry {
   Number values[most_numbers];
 };
 
-// Of the step that is committed next.
-struct GradientPlace {
-  bool present;
-  SharedPlace place;
+// Of one tensor, for the step that is committed next.
+struct UpdateInputs {
+  bool has_gradient;
+  bool has_others;  // values that are mixed into the tensor's
+  SharedPlace gradient;
+  SharedPlace others;
+  double own;  // weight of the tensor's own values
 };
 
 }  // namespace shoal

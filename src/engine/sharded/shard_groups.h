@@ -18,7 +18,8 @@ struct ShardGroups {
   int owners = 0;     // of each shard group, so many ranks, the first ones, own shards: all of the smallest group
   bool equal = true;  // shard groups are equally large
 
-  bool replicated() const { return owners < all.size(); }
+  // Other ranks hold the same shards, or shards that are divided in the same way.
+  bool replicated() const { return owners < all.size() || !equal; }
 
   // Chains the all-reduce over replicas to a sum within the shard group, where this rank keeps a part of it.
   PendingExchange across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const;

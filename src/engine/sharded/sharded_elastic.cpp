@@ -44,9 +44,10 @@ bool ShardedOptimizerBase::prepare_commit() {
   state.require_known(*this);
   state.begin_step();
   adopt_changes();
+  state.commit.mixed_in.clear();
   complete_gradients();
   state.commit.prepared = prepare_update(state.own_scaler(), state.clip_grad);
-  return state.guarded && state.guarded->prepare();
+  return state.guarded && state.guarded->prepare(state.commit.mixed_in);
 }
 
 Group ShardedOptimizerBase::everybody() const {
@@ -96,21 +97,32 @@ ShardedStep ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_
   adopt_changes();
   state.take_gradients();  // shows what has been dropped or zeroed since
   const auto result = *state.commit.prepared;
-  if (result.updated) {
+  if (result.updated || moves_without_update()) {
     copy_options(param_groups_, state.local->param_groups());
     const UnwatchedOperators own;
     const TimedScope scope(timeline_of(state.group), "update", state.steps);
-    const auto run = [&] { state.guarded ? state.guarded->run() : static_cast<void>(state.local->step()); };
+    const auto run = [&] { state.guarded ? state.guarded->run(result.updated) : state.step_alone(result.updated); };
     state.time("optimizer-inner-step", 2, run, nullptr);
   } else if (state.guarded) {
     state.guarded->skip();
   }
   if (!state.guarded) state.publish();  // within this rank
+  show_update();
   if (scaler != nullptr) scaler->update(!result.updated);
   state.end_step(scaler != nullptr);
   state.finite.reset();
   ++state.steps;
   return result;
+}
+
+void ShardedOptimizerBase::State::step_alone(bool updates) {
+  for (const auto& group : local->param_groups()) {
+    for (const auto& values : group.params()) {
+      const auto found = commit.mixed_in.find(values.unsafeGetTensorImpl());
+      if (found != commit.mixed_in.end()) MixedIn::mix(values, found->second.others, found->second.own);
+    }
+  }
+  if (updates) local->step();
 }
 
 const HeldState& ShardedOptimizerBase::State::held(const ParamGroups& groups) {

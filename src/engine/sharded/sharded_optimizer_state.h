@@ -18,7 +18,7 @@ namespace shoal {
 struct ShardedOptimizerBase::State {
   std::string name;  // of the class, for errors
   Group group;
-  std::optional<Group> everybody{};    // where several groups own the same: all of them
+  std::optional<Group> everybody{};    // where several groups own the same, or average in an elastic job: all of them
   double clip_grad = 0;                // 0: no clipping
   bool log_num_zeros_in_grad = false;  // count the gradients' elements that are zero
   bool wait_at_first_touch = false;    // for the other ranks' values; else in step()
@@ -38,6 +38,7 @@ struct ShardedOptimizerBase::State {
   // Of a step in an elastic job.
   struct Commit {
     std::optional<ShardedStep> prepared{};  // what the step will return, if it is updated
+    MixedInTo mixed_in{};                   // by what this rank updates
     bool lone = false;    // this rank is alone on its host, beside others: its steps have a commit, and need no guard
     bool passed = false;  // of a lone rank
   };
@@ -103,7 +104,9 @@ struct ShardedOptimizerBase::State {
 
   // Whether steps have a commit.
   bool has_commit() const { return guarded || commit.lone; }
-  // Whether other hosts hold the same shares.
+  // Of a lone rank.
+  void step_alone(bool updates);
+  // Whether other hosts have the same commit.
   bool has_replicas() const { return everybody && everybody->size() > group.size(); }
 
   GradScaler* own_scaler() { return scaler ? &*scaler : nullptr; }

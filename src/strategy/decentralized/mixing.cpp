@@ -350,6 +350,12 @@ const Group& Mixing::remaining() {
   return *remaining_;
 }
 
+void Mixing::count_from(const ExchangeStatistics& former) {
+  statistics_ = former;
+  statistics_.removed.clear();  // these are ranks of the other one's group
+  statistics_.rejoined.clear();
+}
+
 void Mixing::leave() {
   if (channel_) channel_->leave();
 }

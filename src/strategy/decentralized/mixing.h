@@ -91,6 +91,8 @@ class Mixing {
   // Ranks that have not been removed. Collective over them if some were removed since the last call.
   const Group& remaining();
   const ExchangeStatistics& statistics() const { return statistics_; }
+  // Goes on counting from those of another one, in whose place this one is.
+  void count_from(const ExchangeStatistics& former);
   void leave();
 
  private:

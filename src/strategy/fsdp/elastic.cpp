@@ -39,13 +39,13 @@ void FullyShardedCore::compute_shares(bool now) {
 }
 
 // The former module keeps its memory until the parameters have moved out of it.
-void FullyShardedCore::regroup(const Group& group, int64_t step) {
+void FullyShardedCore::regroup(const ShardGroups& groups, int64_t step) {
   const auto former = shards_->module;
   const auto frozen = std::exchange(shards_->frozen, {});
   const auto& remains = former->retire();
-  state().group = group;
+  state().group = groups.all;
   state().entered = false;
-  shards_->groups = make_shard_groups(group, shards_->options);
+  shards_->groups = groups;
   shard_parameters(state(), *shards_);
   shards_->module->resume(remains);
   auto& reducer = shards_->module->reducer();
@@ -54,17 +54,24 @@ void FullyShardedCore::regroup(const Group& group, int64_t step) {
   connect_reducer();
 }
 
-void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& parallel) const {
-  if (state().modules.front() != parallel.shards_->module) {
-    throw UsageError("Elastic: the optimizer is not the one of this FullyShardedDataParallel");
-  }
+void FullyShardedOptimizerCore::require_own(const FullyShardedCore& parallel) const {
+  if (state().modules.front() == parallel.shards_->module) return;
+  throw UsageError("Elastic: the optimizer is not the one of this FullyShardedDataParallel");
+}
+
+void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& parallel, const Group& /*everybody*/) {
+  require_own(parallel);
   ShardedOptimizerCore::require_regroupable();
 }
 
-void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& group, int64_t step) {
-  parallel.regroup(group, step);
-  const auto& groups = parallel.shards_->groups;
-  ShardedOptimizerCore::regroup(groups.shard, groups.all, {parallel.shards_->module}, step);
+void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) {
+  regroup(parallel, make_shard_groups(everybody, parallel.shards_->options), everybody, step);
+}
+
+void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& everybody,
+                                        int64_t step) {
+  parallel.regroup(groups, step);
+  ShardedOptimizerCore::regroup(groups.shard, everybody, {parallel.shards_->module}, step);
 }
 
 }  // namespace shoal

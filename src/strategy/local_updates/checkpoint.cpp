@@ -17,6 +17,7 @@ struct Entry {
   int64_t steps = 0;
   at::Tensor anchor, momentum, in_flight;
   double rate = 0;
+  bool passed = false;
 };
 
 // Visits the fields that a piece's entry has. rate: whether a learning rate is one of them.
@@ -27,6 +28,7 @@ void visit(Entry& entry, const Fragment::Piece& piece, bool under_way, bool rate
   if (piece.momentum.defined()) field("momentum_buffer", entry.momentum);
   if (under_way) field("in_flight", entry.in_flight);
   if (rate) field("rate", entry.rate);
+  if (entry.passed) field("passed", entry.passed);
 }
 
 // A copy in the layout of the piece's parameter.
@@ -53,7 +55,9 @@ OptimizerState LocalUpdates::State::named_state(bool in_flight) {
     const auto mean = under_way ? fragment.mean().wait() : std::vector<at::Tensor>();
     for (size_t i = 0; i < fragment.pieces().size(); ++i) {
       const auto& piece = fragment.pieces()[i];
-      Entry entry{steps, piece.anchor, piece.momentum, under_way ? mean[i] : at::Tensor(), piece.rate};
+      Entry entry{steps,          piece.anchor,
+                  piece.momentum, under_way ? mean[i] : at::Tensor(),
+                  piece.rate,     under_way && piece.passed};
       detail::StateReader reader;
       visit(entry, piece, under_way, slow && (under_way || !in_flight), reader);
       whole[piece.name] = std::move(reader.named);
@@ -104,6 +108,7 @@ void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
       const auto number = found->second.numbers.find("step");
       if (number != found->second.numbers.end() && !loaded) loaded = static_cast<int64_t>(number->second);
       auto& entry = entries[piece.name];
+      entry.passed = found->second.numbers.contains("passed");
       detail::StateWriter writer(found->second, "parameter " + piece.name + " of LocalUpdates with these options");
       const bool under_way = in_flight && fragment.under_way(loaded.value_or(0) - options.warmup_steps);
       visit(entry, piece, under_way, slow && (under_way || !in_flight), writer);
@@ -130,6 +135,7 @@ void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
       piece.anchor = entry.anchor;
       piece.momentum = entry.momentum;
       piece.rate = entry.rate;
+      piece.passed = entry.passed;
       if (entry.in_flight.defined()) sent.push_back(entry.in_flight);
     }
     if (in_flight) fragment.mean().wait();  // finish the exchange that began before

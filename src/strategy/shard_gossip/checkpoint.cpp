@@ -1,9 +1,11 @@
 // Checkpoint source of ShardGossipOptimizer.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "checkpoint/on_all_ranks.h"
 #include "shoal/error.h"
@@ -24,24 +26,23 @@ class ShardGossipSource : public FullyShardedSource {
         optimizer_(optimizer),
         gossip_(gossip),
         all_(std::move(all)) {
-    const auto inside = state.group.size();
-    if (all_.size() == inside * gossip_.across.size()) {
-      strategy_ = fmt::format("hybrid_gossip of {} ranks", inside);
-      return;
-    }
+    const auto& sizes = gossip_.sizes;
+    const bool equal = std::all_of(sizes.begin(), sizes.end(), [&](int size) { return size == sizes.front(); });
+    strategy_ = fmt::format("hybrid_gossip of {} ranks", fmt::join(equal ? std::vector{sizes.front()} : sizes, ", "));
+    if (std::accumulate(sizes.begin(), sizes.end(), 0) == all_.size()) return;
     throw UsageError(
-        fmt::format("TrainingState: {} hosts of {} ranks do not match the {} ranks of the group; pass the group that "
-                    "was given to host_groups()",
-                    gossip_.across.size(), inside, all_.size()));
+        fmt::format("TrainingState: hosts of {} ranks do not match the {} ranks of the group; pass the group that was "
+                    "given to host_groups(), or world.group() in an elastic job",
+                    fmt::join(sizes, ", "), all_.size()));
   }
 
   std::string strategy() const override { return strategy_; }
   Group group() override { return optimizer_.remaining(all_); }
-  std::optional<Group> peers() override { return gossip_.mixing.remaining(); }
+  std::optional<Group> peers() override { return gossip_.mixing->remaining(); }
 
   CarriedStates carried() override {
     auto all = FullyShardedSource::carried();
-    all.own.values[gossip_entry] = {{"version", gossip_.mixing.version()}, {"mass", gossip_.mixing.mass()}};
+    all.own.values[gossip_entry] = {{"version", gossip_.mixing->version()}, {"mass", gossip_.mixing->mass()}};
     return all;
   }
 
@@ -57,13 +58,9 @@ class ShardGossipSource : public FullyShardedSource {
     FullyShardedSource::end_load(past);
     auto mass = mass_;
     mass.resize(gossip_.buckets.size(), 1);
-    gossip_.mixing.resume_from(std::max<int64_t>(0, version_ - 1), std::move(mass));
+    gossip_.mixing->resume_from(std::max<int64_t>(0, version_ - 1), std::move(mass));
     if (version_ == 0) return;
-    for (size_t i = 0; i < gossip_.buckets.size(); ++i) {
-      const auto& bucket = gossip_.buckets[i];
-      gossip_.mixing.show(i, [&](const at::Tensor& flat, double) { bucket.write_to(flat); });
-    }
-    gossip_.mixing.end_step();
+    gossip_.show();
   }
 
  private:

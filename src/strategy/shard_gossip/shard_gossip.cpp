@@ -85,20 +85,31 @@ ShardGossipOptimizerCore::ShardGossipOptimizerCore(FullyShardedCore& parallel, c
                                                    const ShardGossipOptions& gossip)
     : FullyShardedOptimizerCore(parallel, std::move(groups), checked(std::move(defaults), gossip, across), make,
                                 element_wise, options),
-      gossip_(std::make_unique<Gossip>(across, gossip)) {
-  auto& module = *state().modules.front();
-  gossip_->buckets = divide(module, module.pieces(), gossip.bucket_cap_mb);
+      gossip_(std::make_unique<Gossip>(parallel.group(), across, gossip)) {
+  gossip_->open(*state().modules.front());
+  open();
+}
+
+void ShardGossipOptimizerCore::Gossip::open(ShardedModule& module) {
+  buckets = divide(module, module.pieces(), options.bucket_cap_mb);
   std::vector<std::string> shard;
   std::vector<GossipBuffer> buffers;
-  for (const auto& bucket : gossip_->buckets) {
+  for (const auto& bucket : buckets) {
     for (const auto& [name, piece] : bucket.members()) {
       shard.push_back(fmt::format("{} {} [{}]", name, toString(piece.scalar_type()), fmt::join(piece.sizes(), ", ")));
     }
     buffers.push_back({bucket.numel(), bucket.dtype()});
   }
   agree(across, "the shards that hosts average", shard);
-  gossip_->mixing.open(buffers, gossip.exchange_dtype);
-  open();
+  mixing->open(buffers, options.exchange_dtype);
+}
+
+void ShardGossipOptimizerCore::Gossip::show() {
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    const auto& bucket = buckets[i];
+    mixing->show(i, [&](const at::Tensor& flat, double) { bucket.write_to(flat); });
+  }
+  mixing->end_step();
 }
 
 // Does not wait for its host: when a rank ends, its host ends.
@@ -116,7 +127,7 @@ void ShardGossipOptimizerCore::open() {
 }
 
 void ShardGossipOptimizerCore::require_own_values() const {
-  if (gossip_->own.empty()) return;
+  if (!gossip_->holds_mean) return;
   throw UsageError(
       "ShardGossipOptimizer: a step between hold_mean() and hold_own() (in Python, within mean_parameters()), "
       "where the parameters are the mean over hosts and go back to this host's own: end that first");
@@ -127,44 +138,39 @@ void ShardGossipOptimizerCore::complete_gradients() {
   require_own_values();
   state().prepare_gradients();
   begin_mixing();
+  if (state().has_commit()) return gather();
+  if (gossip_->options.overlap) mix();
 }
 
 void ShardGossipOptimizerCore::begin_mixing() {
   if (gossip_->left) throw UsageError("ShardGossipOptimizer: this rank has called leave()");
-  gossip_->mixing.begin_step();
-  if (gossip_->overlap) mix();
+  gossip_->mixing->begin_step();
 }
 
 void ShardGossipOptimizerCore::end_gradients() {
   const torch::NoGradGuard no_grad;
-  show();
-  if (!gossip_->overlap) mix();
+  gossip_->show();
+  if (!gossip_->options.overlap) mix();
 }
 
 void ShardGossipOptimizerCore::mix() {
   for (size_t i = 0; i < gossip_->buckets.size(); ++i) {
-    auto [own, others] = gossip_->mixing.gather(i);
+    auto [own, others] = gossip_->mixing->gather(i);
     if (!others.defined()) continue;
     others = others.to(gossip_->buckets[i].device());
     gossip_->buckets[i].mix(own, others);
   }
 }
 
-void ShardGossipOptimizerCore::show() {
-  for (size_t i = 0; i < gossip_->buckets.size(); ++i) {
-    const auto& bucket = gossip_->buckets[i];
-    gossip_->mixing.show(i, [&](const at::Tensor& flat, double) { bucket.write_to(flat); });
-  }
-  gossip_->mixing.end_step();
-}
-
 void ShardGossipOptimizerCore::pass() {
   const torch::NoGradGuard no_grad;
+  refuse_in_elastic_job("pass()");
   require_own_values();
   // No rank of the host may read the shards that are about to change; with gradients, backward's reduction ensures
   // that.
   state().group.barrier(state().label("pass")).wait();
   begin_mixing();
+  if (gossip_->options.overlap) mix();
   end_gradients();
   state().publish();
   zero_grad();
@@ -172,13 +178,13 @@ void ShardGossipOptimizerCore::pass() {
 
 // A host is gone once one of its ranks is, which the others notice at different times.
 void ShardGossipOptimizerCore::agree_on_hosts() {
-  auto& mixing = gossip_->mixing;
+  auto& mixing = *gossip_->mixing;
   mixing.remove_ended();
-  auto gone = at::zeros({gossip_->across.size()}, at::kInt);
+  auto gone = at::zeros({static_cast<int64_t>(gossip_->sizes.size())}, at::kInt);
   for (const int host : mixing.statistics().removed) gone[host] = 1;
   state().group.all_reduce(gone, ReduceOp::max, state().label("hosts that have gone")).wait();
   std::vector<int> hosts;
-  for (int host = 0; host < gossip_->across.size(); ++host) {
+  for (int host = 0; host < static_cast<int>(gossip_->sizes.size()); ++host) {
     if (gone[host].item<int>() != 0) hosts.push_back(host);
   }
   mixing.remove_lost(hosts);
@@ -193,21 +199,19 @@ void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& wo
 
 void ShardGossipOptimizerCore::global_avg() {
   const torch::NoGradGuard no_grad;
+  refuse_in_elastic_job("global_avg()");
   agree_on_hosts();
-  average(gossip_->mixing, gossip_->buckets,
+  average(*gossip_->mixing, gossip_->buckets,
           state().label("global average, after equal steps (pass() without a batch)"));
   state().publish();
 }
 
 void ShardGossipOptimizerCore::hold_mean() {
   const torch::NoGradGuard no_grad;
-  if (!gossip_->own.empty()) throw UsageError("ShardGossipOptimizer: hold_mean() again before hold_own()");
+  if (gossip_->holds_mean) throw UsageError("ShardGossipOptimizer: hold_mean() again before hold_own()");
   agree_on_hosts();
-  const auto& hosts = gossip_->mixing.remaining();
-  for (const auto& bucket : gossip_->buckets) {
-    gossip_->own.push_back(at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype())));
-    bucket.write_to(gossip_->own.back());
-  }
+  const auto& hosts = gossip_->mixing->remaining();
+  keep_own();
   try {
     on_the_whole_host([&] { average(hosts, gossip_->buckets, state().label("mean of the hosts")); });
   } catch (const CommError&) {  // no rank has seen the mean
@@ -217,9 +221,27 @@ void ShardGossipOptimizerCore::hold_mean() {
   state().publish();
 }
 
+// In an elastic job, where the other ranks of the host can put them back.
+void ShardGossipOptimizerCore::keep_own() {
+  auto& gossip = *gossip_;
+  if (state().has_commit()) {
+    gossip.kept = std::make_unique<KeptValues>(state().group, state().shared_targets(param_groups_));
+    gossip.kept->keep(state().group.rank());
+  } else {
+    for (const auto& bucket : gossip.buckets) {
+      gossip.own.push_back(at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype())));
+      bucket.write_to(gossip.own.back());
+    }
+  }
+  gossip.holds_mean = true;
+}
+
 void ShardGossipOptimizerCore::restore_own() {
-  for (size_t i = 0; i < gossip_->own.size(); ++i) gossip_->buckets[i].read_from(gossip_->own[i]);
-  gossip_->own.clear();
+  auto& gossip = *gossip_;
+  if (gossip.kept) gossip.kept->put_back(state().group.rank());
+  for (size_t i = 0; i < gossip.own.size(); ++i) gossip.buckets[i].read_from(gossip.own[i]);
+  gossip.own.clear();
+  gossip.holds_mean = false;
 }
 
 void ShardGossipOptimizerCore::hold_own() {
@@ -234,32 +256,32 @@ double ShardGossipOptimizerCore::consensus_distance() {
   const auto label = state().label("consensus distance");
   agree_on_hosts();
   auto squares = at::zeros({1}, at::kDouble);
-  on_the_whole_host([&] { squares += squared_distance(gossip_->mixing.remaining(), gossip_->buckets, label); });
+  on_the_whole_host([&] { squares += squared_distance(gossip_->mixing->remaining(), gossip_->buckets, label); });
   state().group.all_reduce(squares, ReduceOp::sum, label).wait();
   return std::sqrt(squares.item<double>());
 }
 
 void ShardGossipOptimizerCore::leave() {
   gossip_->left = true;
-  gossip_->mixing.leave();
+  gossip_->mixing->leave();
 }
 
 const ExchangeStatistics& ShardGossipOptimizerCore::statistics() const {
-  return gossip_->mixing.statistics();
+  return gossip_->mixing->statistics();
 }
 
 const Topology& ShardGossipOptimizerCore::topology() const {
-  return gossip_->mixing.topology();
+  return gossip_->mixing->topology();
 }
 
 const Group& ShardGossipOptimizerCore::remaining() {
   agree_on_hosts();
-  return gossip_->mixing.remaining();
+  return gossip_->mixing->remaining();
 }
 
 Group ShardGossipOptimizerCore::remaining(const Group& all) {
   agree_on_hosts();
-  const auto& gone = gossip_->mixing.statistics().removed;
+  const auto& gone = gossip_->mixing->statistics().removed;
   if (gone.empty()) return all;
   if (gossip_->remaining && gossip_->hosts_gone == gone.size()) return *gossip_->remaining;
   // Each rank of a host knows the ranks at its own place on the other hosts.

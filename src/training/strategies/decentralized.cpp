@@ -28,7 +28,7 @@ OptimizerOfNamed optimizer_of_buckets(const TrainingParts& parts) {
 
 DecentralizedDataParallelOptions decentralized_options(const OptionValues& values, const TrainingOptions& options,
                                                        int ranks) {
-  const auto local_size = static_cast<int>(values.integer("topology_local_size"));
+  const auto local_size = values.count("topology_local_size");
   DecentralizedDataParallelOptions result{.topology = topology_of(values, options, ranks, local_size),
                                           .schedule = options.schedule,
                                           .clip_grad = options.clip_grad,

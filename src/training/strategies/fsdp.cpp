@@ -18,7 +18,7 @@ FullyShardedDataParallelOptions fsdp_options(const TrainingParts& parts, Shardin
       .ignored_parameters = parts.options.ignored,
       .communication_hook = hook_of(parts.values, parts.options)};
   if (parts.strategy.has("shard_size") && parts.values.integer("shard_size") > 0) {
-    options.shard_size = static_cast<int>(parts.values.integer("shard_size"));
+    options.shard_size = parts.values.count("shard_size");
   }
   return options;
 }

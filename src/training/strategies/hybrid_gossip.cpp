@@ -25,8 +25,7 @@ ShardGossipOptions gossip_options(const OptionValues& values, const TrainingOpti
 class HybridGossip : public FsdpTraining {
  public:
   HybridGossip(const TrainingParts& parts, const HostGroups& hosts)
-      : FsdpTraining(parts, hosts.inside, ShardingStrategy::full_shard, averaging_with(parts, hosts.across)),
-        inside_(hosts.inside) {}
+      : FsdpTraining(parts, hosts.inside, ShardingStrategy::full_shard, averaging_with(parts, hosts.across)) {}
 
   std::optional<TrainingState> state() override { return TrainingState(*parallel_, gossip(), group_); }
   std::shared_ptr<void> full_parameters() override {
@@ -36,9 +35,9 @@ class HybridGossip : public FsdpTraining {
   }
   std::string open_scope() const override { return mean_.expired() ? FsdpTraining::open_scope() : "full_parameters()"; }
   bool has_whole_model() const override { return false; }
-  std::optional<Group> bound() const override { return inside_; }
+  std::optional<Group> bound() const override { return inside(); }
   std::optional<Group> present() override { return gossip().remaining(group_); }
-  int leader() const override { return first_of_those_left(gossip().statistics()) * inside_.size(); }
+  int leader() const override { return first_of_those_left(gossip().statistics()) * inside().size(); }
   const ExchangeStatistics* exchanges() const override { return &gossip().statistics(); }
   double consensus_distance() override { return gossip().consensus_distance(); }
 
@@ -61,7 +60,7 @@ class HybridGossip : public FsdpTraining {
       gossip_.hold_mean();
       try {
         // An operation may succeed on one rank of the host and fail on another.
-        fail_together(training.inside_, {-1, -1, "whether all ranks have answered"},
+        fail_together(training.inside(), {-1, -1, "whether all ranks have answered"},
                       "a rank of another host has ended, as another rank of this host noticed", [&] {
                         buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(),
                                                                   *present);
@@ -90,14 +89,14 @@ class HybridGossip : public FsdpTraining {
   };
 
   ShardGossipOptimizerCore& gossip() const { return static_cast<ShardGossipOptimizerCore&>(*optimizer_); }
+  const Group& inside() const { return gossip().group(); }  // the ranks of this host
 
-  Group inside_;
   std::weak_ptr<Mean> mean_{};  // of full_parameters()
 };
 
 // Without a number, the ranks of each host share a model.
 std::unique_ptr<TrainingCore> make_hybrid_gossip(const TrainingParts& parts) {
-  const auto size = static_cast<int>(parts.values.integer("topology_local_size"));
+  const auto size = parts.values.count("topology_local_size");
   return std::make_unique<HybridGossip>(parts,
                                         host_groups(parts.group, size > 1 ? std::optional<int>(size) : std::nullopt));
 }
@@ -106,7 +105,7 @@ void check_hybrid_gossip(const OptionValues& values, const TrainingOptions& opti
                          std::optional<int> hosts) {
   check_topology_options(values);
   check_hook_of_parts("hybrid_gossip", values);
-  const auto size = static_cast<int>(values.integer("topology_local_size"));
+  const auto size = values.count("topology_local_size");
   if (ranks % size != 0) {
     throw StrategyOptionError("topology_local_size",
                               fmt::format(" {}: {} ranks do not make hosts of {}", size, ranks, size));
@@ -130,6 +129,7 @@ std::vector<Strategy> hybrid_gossip_strategies() {
            .pace = Pace::own,
            .main_copies = true,
            .logging_data = true,
+           .elastic = true,
            .takes_deferred = true,
            .check = check_hybrid_gossip,
            .make = make_hybrid_gossip}};

@@ -10,7 +10,7 @@ namespace {
 LocalUpdatesOptions local_updates_options(const std::string& strategy, const OptionValues& values,
                                           const TrainingOptions& options) {
   LocalUpdatesOptions local{.every = values.integer("sync_every"),
-                            .fragments = static_cast<int>(values.integer("fragments")),
+                            .fragments = values.count("fragments"),
                             .delay = values.integer("sync_delay"),
                             .average_buffers = true,
                             .ignored = options.ignored};

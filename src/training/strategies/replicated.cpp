@@ -1,11 +1,24 @@
 #include "training/strategies/replicated.h"
 
 #include "engine/gradients/gradient_norm.h"
+#include "engine/paging/operator_watch.h"
 
 namespace shoal {
 
 ReplicatedTraining::ReplicatedTraining(const TrainingParts& parts)
     : ScaledTraining(parts), optimizer_(parts.recipe.make(groups_of(parts))) {}
+
+// Of what the optimizer updates, which is the same on all ranks; a module may have more, which TrainingOptions::ignored leaves to
+// the program.
+std::vector<at::Tensor> ReplicatedTraining::gradients() const {
+  std::vector<at::Tensor> list;
+  for (const auto& group : optimizer_->param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (parameter.grad().defined() && !is_watchable(parameter.grad())) list.push_back(parameter.grad());
+    }
+  }
+  return list;
+}
 
 bool ReplicatedTraining::step() {
   const bool found = scaler_ && scaler_->unscale(gradients());

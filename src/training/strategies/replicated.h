@@ -12,6 +12,7 @@ class ReplicatedTraining : public ScaledTraining {
   // If ranks have the same gradients, all of them find the same overflow.
   bool step() override;
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  std::vector<at::Tensor> gradients() const override;
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override { return {optimizer_.get()}; }
   OptimizerState optimizer_state() override;
   std::optional<TrainingState> state() override;

@@ -83,6 +83,17 @@ INSTANTIATE_TEST_SUITE_P(All, ElasticStrategies,
                          testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op"),
                          [](const auto& info) { return info.param; });
 
+// And one that ranks cannot join.
+class ElasticEnds : public ElasticTrain, public testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(All, ElasticEnds,
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "hybrid_gossip"),
+                         [](const auto& info) { return info.param; });
+class ElasticEpochEnds : public ElasticTrain, public testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(All, ElasticEpochEnds,
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "diloco",
+                                         "hybrid_gossip"),
+                         [](const auto& info) { return info.param; });
+
 // And a strategy whose ranks differ, so that fewer ranks cannot have the bits of more.
 class ElasticEpochs : public ElasticTrain, public testing::WithParamInterface<const char*> {};
 INSTANTIATE_TEST_SUITE_P(All, ElasticEpochs,
@@ -91,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(All, ElasticEpochs,
 
 // The batches of reference data depend on step and rank alone, so a job that is stopped there and resumes with two ranks
 // does the same.
-TEST_P(ElasticStrategies, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_resumes_with_fewer_ranks) {
+TEST_P(ElasticEnds, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_resumes_with_fewer_ranks) {
   const std::string strategy = GetParam();
   const bool first = strategy == "ddp" || strategy == "zero2" || strategy == "fsdp";  // rank 0 is killed
   const Line how = reference() + Line{"--strategy", strategy, "--clip", "0.5", "--accumulate", "2"};
@@ -122,7 +133,7 @@ TEST_P(ElasticStrategies, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_
   EXPECT_EQ(report["params"], read(file("again.json"))["params"]) << "after step " << step;
 }
 
-TEST_P(ElasticEpochs, ELA01_an_epoch_goes_on_with_checkpoints_evaluation_and_schedule) {
+TEST_P(ElasticEpochEnds, ELA01_an_epoch_goes_on_with_checkpoints_evaluation_and_schedule) {
   const std::string strategy = GetParam();
   const Line how = text() + Line{"--strategy", strategy, "--eval", "--schedule", "cosine"};
   const auto ended = disturbed(elastic(3, 1) + how + Line{"--epochs", "3", "--save-every", "4"}, 20,
@@ -189,6 +200,29 @@ TEST_P(ElasticEpochs, ELA06_a_rank_is_replaced_in_an_epoch_with_checkpoints_eval
   EXPECT_EQ(report["eval"].size(), 4U) << ended.output;
   EXPECT_LT(report["lr"].back(), 1e-5) << "cosine comes down to 0 at the end";
   EXPECT_EQ(shoal({"checkpoint", "verify", saved()}).code, 0);
+}
+
+// The number of steps of an epoch does not divide the data.
+TEST_F(ElasticTrain, ELA05_a_global_batch_that_is_kept_makes_as_many_steps_as_epochs_have) {
+  const Line how = text() + Line{"--accumulate", "2", "--epochs", "3", "--eval"};
+  const auto kept = shoal(elastic(2, 1) + how + Line{"--keep-global-batch"});
+  ASSERT_EQ(kept.code, 0) << kept.output;
+  const auto report = read(file("report.json"));
+  ASSERT_EQ(report["eval"].size(), 3U) << kept.output;
+  EXPECT_EQ(report["loss"].size() % 3, 0U) << "epochs are equally long";
+  const auto per_epoch = report["loss"].size() / 3;
+  std::vector<int64_t> evaluated;
+  for (const auto& line : lines_of_metrics()) {
+    if (line.contains("eval_loss")) evaluated.push_back(line["step"].get<int64_t>() + 1);
+  }
+  const auto steps = static_cast<int64_t>(per_epoch);
+  EXPECT_EQ(evaluated, (std::vector<int64_t>{steps, 2 * steps, 3 * steps}));
+}
+
+TEST_F(ElasticTrain, ELA01_an_epoch_with_fewer_batches_than_a_step_has_micro_batches) {
+  const auto ended = shoal(elastic(2, 1) + text(/*batch=*/16) + Line{"--accumulate", "64", "--epochs", "2"});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_EQ(read(file("report.json"))["loss"].size(), 2U);
 }
 
 // Losses on the test data after each epoch are those of a run in which nobody is killed.

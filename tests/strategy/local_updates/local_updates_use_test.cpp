@@ -217,6 +217,32 @@ TEST(LocalUpdatesUse, BEY22_goes_on_from_its_state_to_the_last_bit) {
   }
 }
 
+// Values that were loaded while an exchange is on its way are not mixed with it, also after a restart.
+TEST(LocalUpdatesUse, BEY22_an_exchange_that_was_overtaken_stays_so_in_a_state) {
+  auto model = seeded(1);
+  const auto optimizer = test::two_rates(model);
+  const Options options{.every = 4, .outer = OuterNesterov{}, .delay = 2};
+  auto local = std::make_unique<LocalUpdates>(model, *optimizer, group(), options);
+  const auto step = [&] {
+    mean_loss(model->forward(batch(group().rank(), 0))).backward();
+    local->step(/*update=*/false);
+    local->zero_grad();
+  };
+  for (int i = 0; i < 4; ++i) step();
+  local->before_loading();
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) parameter.fill_(3);
+  }
+  local->parameters_loaded();
+  step();
+  const auto state = local->state_dict();
+  local = std::make_unique<LocalUpdates>(model, *optimizer, group(), options);
+  local->load_state_dict(state);
+  for (int i = 0; i < 2; ++i) step();
+  for (const auto& parameter : model->parameters()) EXPECT_TRUE((parameter == 3).all().item<bool>());
+}
+
 TEST(LocalUpdatesUse, BEY22_refuses_another_ones_state) {
   auto model = seeded(1);
   const auto optimizer = test::two_rates(model);

@@ -1,0 +1,68 @@
+#include "engine/elastic/kept_values.h"
+
+#include <torch/utils.h>
+
+#include <atomic>
+#include <utility>
+
+#include "memory/views.h"
+
+namespace shoal {
+namespace {
+
+constexpr int64_t alignment = 128;
+
+int64_t aligned(int64_t bytes) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+using Word = std::atomic<int64_t>;
+
+}  // namespace
+
+KeptValues::KeptValues(const Group& group, UpdateTargets targets) : targets_(std::move(targets)) {
+  int64_t end = 0;
+  for (const auto& list : targets_) {
+    places_.push_back(end);
+    end += alignment;
+    for (const auto& target : list) end += aligned(static_cast<int64_t>(target.values.nbytes()));
+  }
+  memory_ = group.allocate_host_shared(end, at::kByte, std::vector<Range>(targets_.size())).tensor();
+}
+
+std::byte* KeptValues::at(int64_t offset) const {
+  return static_cast<std::byte*>(memory_.data_ptr()) + offset;
+}
+
+template <class Copy>
+void KeptValues::for_each(int rank, const Copy& copy) const {
+  const torch::NoGradGuard no_grad;
+  auto place = places_[static_cast<size_t>(rank)] + alignment;
+  for (const auto& target : targets_[static_cast<size_t>(rank)]) {
+    const auto& values = target.values;
+    const auto kept = at::from_blob(at(place), {values.numel()}, values.options().requires_grad(false));
+    copy(target, in_memory_order(values.detach()), kept);
+    place += aligned(static_cast<int64_t>(values.nbytes()));
+  }
+}
+
+void KeptValues::keep(int rank) {
+  for_each(rank, [](const UpdateTarget&, const at::Tensor& values, at::Tensor kept) { kept.copy_(values); });
+  reinterpret_cast<Word*>(at(places_[static_cast<size_t>(rank)]))->store(1);
+}
+
+void KeptValues::put_back(int rank) {
+  auto& word = *reinterpret_cast<Word*>(at(places_[static_cast<size_t>(rank)]));
+  if (word.load() == 0) return;
+  for_each(rank, [](const UpdateTarget& target, at::Tensor values, const at::Tensor& kept) {
+    values.copy_(kept);
+    if (target.rounded.defined()) at::Tensor(target.rounded).copy_(values);
+  });
+  word.store(0);
+}
+
+void KeptValues::put_all_back() {
+  for (int rank = 0; rank < static_cast<int>(targets_.size()); ++rank) put_back(rank);
+}
+
+}  // namespace shoal

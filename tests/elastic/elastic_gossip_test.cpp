@@ -1,0 +1,214 @@
+// Elastic jobs of hosts that average their parameters: a rank ends in each moment of a step, and neither its host nor the job
+// ends with it.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/elastic/elastic_hosts.h"
+#include "tests/support/refusal.h"
+
+namespace shoal::elastic_gossip_test {
+namespace {
+
+using test::Death;
+using test::ForkedHosts;
+using test::Kind;
+using test::Moment;
+using test::name_of;
+using test::over;
+using test::quick;
+using test::Sharding;
+using test::Trained;
+
+class ElasticGossip : public test::OnHosts {};
+
+const std::vector<Trained> gossips{
+    {.sharding = Sharding::gossip, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::gossip, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::gossip, .optimizer = "sgd", .dtype = at::kHalf},
+    {.sharding = Sharding::gossip, .optimizer = "sgd", .width = 258},
+    {.sharding = Sharding::gossip, .optimizer = "lamb"}};
+
+void die_at(const Kind& kind, const std::vector<Death>& deaths, const Trained& trained) {
+  const test::SharedRecord record;
+  ForkedHosts hosts(
+      kind.hosts, [&](const World& world) { return test::train(world, *record, 1, deaths, quick, trained); },
+      over(kind.transport));
+  const auto ended = hosts.wait(40);
+  std::vector<int> victims;
+  for (const auto& death : deaths) {
+    victims.push_back(death.rank);
+    if (death.moment == Moment::on_notice) continue;  // it may notice it elsewhere
+    EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(death.rank)].status)) << "rank " << death.rank << " lives";
+  }
+  check(ended, victims, *record, 1, true, trained);
+}
+
+TEST_F(ElasticGossip, ELA12_nobody_ends) {
+  for (const auto& trained : gossips) {
+    SCOPED_TRACE(name_of(trained));
+    for (const auto& hosts : {std::vector{2, 2}, {1, 1, 1}, {3}}) die_at({hosts, "auto"}, {}, trained);
+  }
+}
+
+TEST_F(ElasticGossip, ELA12_a_rank_ends_at_each_moment_of_a_step) {
+  int number = 0;
+  for (const auto& trained : gossips) {
+    std::vector<Moment> moments{Moment::in_backward, Moment::before_commit, Moment::spoilt_update,
+                                Moment::in_last_chunk};
+    if (trained.optimizer == "adamw" && !trained.has_copies()) {
+      for (const auto other : {Moment::before_forward, Moment::before_update, Moment::in_update, Moment::after_update,
+                               Moment::between_steps}) {
+        moments.push_back(other);
+      }
+    }
+    for (const auto moment : moments) {
+      const Kind kind{number % 3 == 2 ? std::vector<int>{2, 2, 2} : std::vector<int>{2, 2}, "auto"};
+      const int victim = ++number % kind.ranks();
+      SCOPED_TRACE(fmt::format("{}, {} hosts, moment {}, rank {}", name_of(trained), kind.hosts.size(),
+                               static_cast<int>(moment), victim));
+      die_at(kind, {{victim, moment, 3 + number % 3}}, trained);
+    }
+  }
+}
+
+// As many ranks of each host own shards as the smallest has; in the end the host is gone.
+TEST_F(ElasticGossip, ELA12_ranks_of_one_host_end_one_after_the_other) {
+  for (const auto& trained : gossips) {
+    SCOPED_TRACE(name_of(trained));
+    die_at({{3, 3}, "auto"},
+           {{4, Moment::spoilt_update, 3}, {3, Moment::in_backward, 6}, {5, Moment::before_update, 9}}, trained);
+  }
+}
+
+TEST_F(ElasticGossip, ELA12_heirs_end_while_they_finish_an_update) {
+  for (const auto& trained : gossips) {
+    SCOPED_TRACE(name_of(trained));
+    die_at({{3, 3}, "auto"}, {{3, Moment::spoilt_update, 4}, {4, Moment::finishing, 4}}, trained);
+  }
+}
+
+TEST_F(ElasticGossip, ELA12_ranks_and_hosts_end_at_random_moments) {
+  test::kill_on_hosts_at_random({{{2, 2}, "auto"}, {{3, 3}, "auto"}, {{2, 2, 2}, "auto"}, {{1, 1, 1}, "auto"}}, gossips,
+                                [](const Kind&, const Trained&) { return true; });
+}
+
+TEST_F(ElasticGossip, ELA12_what_would_not_outlive_a_rank_is_refused_by_name) {
+  ForkedHosts hosts({2, 2}, [](const World& world) -> std::string {
+    alarm(30);
+    const auto fault = [&](const Group& inside, const Group& across, const ShardGossipOptions& gossip,
+                           const ElasticOptions& options) {
+      const auto net = std::make_shared<test::Net>();
+      FullyShardedDataParallel<test::Net> parallel(net, inside);
+      ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, across, torch::optim::SGDOptions(0.1), gossip);
+      return test::refusal([&] {
+        DistributedSampler sampler(64, world.group());
+        const Elastic elastic(world, parallel, optimizer, sampler, options);
+      });
+    };
+    const auto of = host_groups(world.group());
+    const auto pairs = host_groups(world.group(), 1);
+    return fault(of.inside, of.across, {.overlap = false}, {}) + "|" + fault(pairs.inside, pairs.across, {}, {}) + "|" +
+           fault(of.inside, of.across, {}, {.keep_global_batch = 8});
+  });
+  for (const auto& one : hosts.wait(30)) {
+    EXPECT_THAT(one.text,
+                testing::AllOf(testing::HasSubstr("overlap is off"),
+                               testing::HasSubstr("make them with host_groups(world.group())"),
+                               testing::HasSubstr("each host of ShardGossipOptimizer, updates with its own")));
+  }
+}
+
+uint64_t hash_of_parameters(const torch::nn::Module& module) {
+  test::Hash hash;
+  for (const auto& parameter : module.parameters()) hash.add(parameter);
+  return hash.value;
+}
+
+// A rank ends while parameters hold the mean, or while some may: the values of its host are those from before.
+TEST_F(ElasticGossip, ELA12_a_rank_ends_while_the_mean_of_the_hosts_is_held) {
+  for (const auto& trained : gossips) {
+    for (const bool early : {false, true}) {
+      SCOPED_TRACE(fmt::format("{}, {}", name_of(trained), early ? "before it has given its part" : "within"));
+      ForkedHosts hosts(
+          {2, 2},
+          [&](const World& world) -> std::string {
+            alarm(30);
+            const int self = world.rank();
+            const auto net = std::make_shared<test::Net>(trained.width);
+            const auto wrapped = test::wrap_as(trained, net, world.group());
+            auto& optimizer = dynamic_cast<ShardGossipOptimizerCore&>(*wrapped.optimizer);
+            const auto elastic = wrapped.elastic(world, quick);
+            const auto x = test::inputs_of({static_cast<size_t>(self), 9});
+            const auto step = [&] {
+              const bool complete = elastic->step(
+                  2, [&] { wrapped.backward(test::loss_of(wrapped.forward(x), x)); }, [&] { wrapped.step(); });
+              optimizer.zero_grad();
+              return complete;
+            };
+            for (int i = 0; i < 3; ++i) step();
+            const auto before = hash_of_parameters(*net);
+            std::vector<int64_t> hashes;
+            elastic->together([&] {
+              if (early && self == 2) std::raise(SIGKILL);
+              optimizer.hold_mean();
+              if (self == 2) std::raise(SIGKILL);
+              const auto own = static_cast<int64_t>(hash_of_parameters(*net) >> 1);
+              auto all = at::empty({world.size()}, at::kLong);
+              world.group().all_gather(all, at::full({1}, own, at::kLong)).wait();
+              hashes.assign(all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + all.numel());
+              optimizer.hold_own();
+            });
+            if (hashes.size() != 3 || hashes[0] != hashes[1] || hashes[0] != hashes[2]) return "no mean";
+            if (hashes[0] == static_cast<int64_t>(before >> 1)) return "the mean is the host's own values";
+            if (hash_of_parameters(*net) != before) return "the values are not those from before";
+            return step() ? "" : "no step";
+          },
+          over("auto"));
+      const auto ended = hosts.wait(40);
+      for (const int rank : {0, 1, 3}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "") << "rank " << rank;
+      EXPECT_TRUE(WIFSIGNALED(ended[2].status));
+    }
+  }
+}
+
+TEST_F(ElasticGossip, ELA12_a_mean_that_stays_is_refused_within_the_job_and_there_after_it) {
+  ForkedHosts hosts({2, 2}, [](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<test::Net>();
+    const auto of = host_groups(world.group());
+    FullyShardedDataParallel<test::Net> parallel(net, of.inside);
+    ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, of.across, torch::optim::SGDOptions(0.1));
+    const auto x = test::inputs_of({static_cast<size_t>(world.rank())});
+    std::string said;
+    {
+      Elastic elastic(world, parallel, optimizer);
+      for (int step = 0; step < 3; ++step) {
+        elastic.step(
+            1, [&] { test::loss_of(parallel.forward(x), x).backward(); }, [&] { optimizer.step(); });
+        optimizer.zero_grad();
+      }
+      said = test::refusal([&] { optimizer.global_avg(); }) + test::refusal([&] { optimizer.pass(); });
+      optimizer.hold_mean();
+      said += test::refusal([&] {
+        elastic.step(
+            1, [&] { test::loss_of(parallel.forward(x), x).backward(); }, [&] { optimizer.step(); });
+      });
+      optimizer.hold_own();
+      if (elastic.together([&] { return optimizer.consensus_distance(); }) <= 0) return "no distance";
+    }
+    optimizer.zero_grad();
+    test::loss_of(parallel.forward(x), x).backward();
+    optimizer.step();
+    optimizer.global_avg();
+    return optimizer.consensus_distance() < 1e-6 ? said : "no mean";
+  });
+  for (const auto& one : hosts.wait(30)) {
+    EXPECT_THAT(one.text, testing::AllOf(testing::HasSubstr("global_avg() in an elastic job"),
+                                         testing::HasSubstr("pass() in an elastic job"),
+                                         testing::HasSubstr("a step between hold_mean() and hold_own()")));
+  }
+}
+
+}  // namespace
+}  // namespace shoal::elastic_gossip_test
