@@ -33,14 +33,14 @@ __all__ = ["Loaded", "TrainingState", "load", "load_latest", "load_module", "sav
 @dataclass(frozen=True)
 class Loaded:
     """What was loaded. exact: the same strategy and number of ranks and no differences, so that training goes on as if it
-    had not been interrupted. position: what this rank passed to save(). differences: one sentence each."""
+    had not been interrupted. position: what this rank passed to save(), bytes where they are no UTF-8. differences: one sentence each."""
 
     path: str
     step: int
     strategy: str
     ranks: int
     exact: bool
-    position: str
+    position: str | bytes
     differences: list[str]
 
 
@@ -122,7 +122,7 @@ def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
 
 
 def save(run: str | Path, training: TrainingState, **options: Any) -> None:
-    """Saves to RUN/step-N. Options: step, position (text), keep_last, snapshot_mb. Collective."""
+    """Saves to RUN/step-N. Options: step, position (text or bytes), keep_last, snapshot_mb. Collective."""
     training._before()
     training._core.save(str(run), options)
 

@@ -127,7 +127,9 @@ FolderLock::FolderLock(const fs::path& root) {
     const auto written = pwrite(fd_, text.data(), text.size(), 0);
 }
 
+// A process that was forked meanwhile has the open file, too.
 FolderLock::~FolderLock() {
+  flock(fd_, LOCK_UN);
   close(fd_);
 }
 

@@ -104,6 +104,12 @@ ModuleTensors walk(const torch::nn::Module& module, const std::vector<std::strin
     entry.sparse_gradient = weights.sparse.contains(entry.tensor.unsafeGetTensorImpl());
     entry.changes_in_forward = weights.renormalised.contains(entry.tensor.unsafeGetTensorImpl());
   }
+  if (const auto* knows = dynamic_cast<const HasTransientBuffers*>(&module)) {
+    const auto transient = [&](const std::string& name) { return knows->is_transient(name); };
+    for (auto& entry : tensors.buffers) {
+      entry.transient = transient(entry.name) && std::all_of(entry.aliases.begin(), entry.aliases.end(), transient);
+    }
+  }
   const std::set<std::string> names(ignored.begin(), ignored.end());
   auto unknown = names;
   drop_ignored(tensors.parameters, names, unknown);

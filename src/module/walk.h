@@ -14,6 +14,15 @@ struct NamedTensor {
   at::Tensor tensor;
   bool sparse_gradient = false;     // weight of an embedding with sparse(true)
   bool changes_in_forward = false;  // weight of an embedding with max_norm
+  bool transient = false;           // a buffer that is no part of the module's state
+};
+
+// A module that has such buffers, as those of Python with persistent=False.
+class HasTransientBuffers {
+ public:
+  virtual ~HasTransientBuffers() = default;
+  // name: of a buffer of the module or one within it.
+  virtual bool is_transient(const std::string& name) const = 0;
 };
 
 struct ModuleTensors {

@@ -2,11 +2,14 @@
 
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <map>
 
 #include "optim/updates.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {
@@ -30,6 +33,17 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
   return static_cast<State&>(*slot);
 }
 
+// UsageError, before anything has changed, for state that was made without amsgrad and lacks what it needs.
+template <class State>
+void require_largest(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const char* name) {
+  const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+  if (found == optimizer.state().end() || static_cast<State&>(*found->second).max_exp_avg_sq().defined()) return;
+  throw UsageError(fmt::format(
+      "{}: amsgrad is set, and the state of a parameter [{}] has no max_exp_avg_sq, because it was made without: "
+      "unset amsgrad, or begin with new state",
+      name, fmt::join(parameter.sizes(), ", ")));
+}
+
 // Adam and AdamW differ only in the kernel and the names of their types.
 template <class Options, class State, class Kernel>
 at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure,
@@ -37,6 +51,10 @@ at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Opt
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
   const auto groups = collect_aligned_updates(optimizer, name);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (!static_cast<const Options&>(optimizer.param_groups()[i].options()).amsgrad()) continue;
+    for (const auto& [parameter, gradient] : groups[i]) require_largest<State>(optimizer, parameter, name);
+  }
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const Options&>(optimizer.param_groups()[i].options());
     std::map<at::ScalarType, AdamBatch> batches;

@@ -5,6 +5,8 @@
 #include <fmt/ranges.h>
 #include <torch/serialize.h>
 
+#include <cmath>
+#include <limits>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -45,7 +47,7 @@ std::optional<Values> values_of(const OptimizerOptions& options) {
 }
 
 Json to_json(const c10::IValue& value) {
-  if (value.isDouble()) return value.toDouble();
+  if (value.isDouble()) return json_number(value.toDouble());
   if (value.isInt()) return value.toInt();
   if (value.isBool()) return value.toBool();
   if (value.isString()) return value.toStringRef();
@@ -59,8 +61,9 @@ Json to_json(const c10::IValue& value) {
 // Converts to the kind of value that `like` is; nothing if it cannot be converted. A value of None may become a number
 // or a string.
 std::optional<c10::IValue> from_json(const Json& value, const c10::IValue& like) {
-  if (like.isDouble() && value.is_number()) return c10::IValue(value.get<double>());
-  if (like.isNone() && value.is_number_float()) return c10::IValue(value.get<double>());
+  const auto number = number_from(value);
+  if (like.isDouble() && number) return c10::IValue(*number);
+  if (like.isNone() && number && !value.is_number_integer()) return c10::IValue(*number);
   if ((like.isInt() || like.isNone()) && value.is_number_integer()) return c10::IValue(value.get<int64_t>());
   if (like.isBool() && value.is_boolean()) return c10::IValue(value.get<bool>());
   if ((like.isString() || like.isNone()) && value.is_string()) return c10::IValue(value.get<std::string>());
@@ -80,6 +83,27 @@ std::optional<c10::IValue> from_json(const Json& value, const c10::IValue& like)
 }
 
 }  // namespace
+
+namespace {
+
+constexpr const char* not_finite = "float";
+
+}  // namespace
+
+Json json_number(double number) {
+  if (std::isfinite(number)) return number;
+  return {{not_finite, std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf"}};
+}
+
+std::optional<double> number_from(const Json& value) {
+  if (value.is_number()) return value.get<double>();
+  if (!value.is_object() || value.size() != 1 || !value.contains(not_finite)) return std::nullopt;
+  constexpr auto infinity = std::numeric_limits<double>::infinity();
+  const auto& name = value[not_finite];
+  if (name == "inf") return infinity;
+  if (name == "-inf") return -infinity;
+  return name == "nan" ? std::optional(std::numeric_limits<double>::quiet_NaN()) : std::nullopt;
+}
 
 std::string type_of(const OptimizerOptions& options) {
   if (const auto* other = dynamic_cast<const OptionsOfType*>(&options)) return other->type();

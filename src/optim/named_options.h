@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 namespace shoal {
@@ -14,6 +15,10 @@ class OptionsOfType {
   virtual ~OptionsOfType() = default;
   virtual std::string type() const = 0;
 };
+
+// A number as JSON, which has no infinity and no NaN: those become objects. number_from: nothing for what is none.
+nlohmann::json json_number(double number);
+std::optional<double> number_from(const nlohmann::json& value);
 
 // "torch::optim::AdamWOptions"; OptionsOfType say what they stand for.
 std::string type_of(const torch::optim::OptimizerOptions& options);

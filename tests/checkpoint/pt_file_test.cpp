@@ -225,7 +225,9 @@ TEST(PtFile, pickles_that_grow_when_read_are_refused) {
   write(path, zip_of(std::string("\x80\x02]q\0h\0a.", 9)));  // a list in itself
   EXPECT_THAT(refusal(path), HasSubstr("nested beyond all limits"));
   write(path, zip_of("\x80\x02(" + std::string(1'500'000, '}') + "l."));
-  EXPECT_THAT(refusal(path), HasSubstr("more than 1000000 values"));
+  EXPECT_THAT(refusal(path), HasSubstr("stands for more than 64 MiB"));
+  write(path, zip_of("\x80\x02(" + std::string(15'000'000, 'N') + std::string(1'500'000, '}') + "l."));
+  EXPECT_THAT(refusal(path), HasSubstr("beyond all limits"));
   write(path, zip_of(std::string("\x80\x02X\xff\xff\xff\x7f", 7)));  // a text of 2 GiB
   EXPECT_THAT(refusal(path), HasSubstr("ends early"));
   // What is recalled costs two bytes each time.

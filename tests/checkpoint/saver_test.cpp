@@ -275,7 +275,7 @@ TEST(Saver, BEY05_match_lists_what_differs) {
   wanted.front().shape = {123};
   const auto found = match(reader, wanted);
   EXPECT_EQ(found.describe(),
-            fmt::format("missing: head.weight; extra: scalar; of another shape: {} is [5, 7, 3], wanted is [123]",
+            fmt::format("missing: head.weight; extra: scalar; of another shape or kind: {} is [5, 7, 3], wanted is [123]",
                         wanted.front().name));
   EXPECT_THROW(require_match(reader, wanted, /*partial=*/true), UsageError);
   wanted.front().shape = {5, 7, 3};

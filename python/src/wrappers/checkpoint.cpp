@@ -57,7 +57,9 @@ py::dict to_dict(const Loaded& loaded) {
   dict["strategy"] = loaded.strategy;
   dict["ranks"] = loaded.ranks;
   dict["exact"] = loaded.exact;
-  dict["position"] = loaded.position;
+  auto* text = PyUnicode_DecodeUTF8(loaded.position.data(), static_cast<Py_ssize_t>(loaded.position.size()), nullptr);
+  if (text == nullptr) PyErr_Clear();
+  dict["position"] = text != nullptr ? py::reinterpret_steal<py::object>(text) : py::bytes(loaded.position);
   dict["differences"] = loaded.differences;
   return dict;
 }

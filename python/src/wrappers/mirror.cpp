@@ -33,6 +33,7 @@ at::Tensor checked(const py::handle& value, const std::string& name) {
 struct Mirror::Walk {
   std::map<PyObject*, std::shared_ptr<Mirror>> seen{};
   std::vector<Table> tables{};
+  std::set<std::string> transient{};
 };
 
 void Mirror::add(const py::object& module, const std::string& name, const std::shared_ptr<Mirror>& made, Walk& walk) {
@@ -70,6 +71,9 @@ void Mirror::add(const py::object& module, const std::string& name, const std::s
   });
   auto buffers = table("_buffers", "buffer");
   walk.tables.back().transient = share(module.attr("_non_persistent_buffers_set"));
+  for (const auto& key : module.attr("_non_persistent_buffers_set")) {
+    walk.transient.insert(full(py::cast<std::string>(key)));
+  }
   slots(std::move(buffers), [&](const std::string& key, const py::object& value) {
     return made->register_buffer(key, checked(value, full(key)));
   });
@@ -90,6 +94,7 @@ std::shared_ptr<Mirror> Mirror::of(const py::object& module) {
   walk.seen[module.ptr()] = made;
   add(module, "", made, walk);
   made->tables_ = std::move(walk.tables);
+  made->transient_ = std::move(walk.transient);
   return made;
 }
 

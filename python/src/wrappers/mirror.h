@@ -2,6 +2,7 @@
 // Mirror of a Python module: a libtorch module that registers the same tensors under the same names.
 
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -9,9 +10,11 @@
 
 #include <torch/nn/module.h>
 
+#include "module/walk.h"
+
 namespace shoal::python {
 
-class Mirror : public torch::nn::Module {
+class Mirror : public torch::nn::Module, public HasTransientBuffers {
  public:
   // Mirror of a torch.nn.Module and its children; a child that occurs twice has one mirror. UsageError for what shoal
   // cannot train: parameters that are not materialised, tensors with Python behaviour of their own, scripted modules.
@@ -21,6 +24,8 @@ class Mirror : public torch::nn::Module {
   // or a child that was added, removed or replaced: the wrappers know the old one. Buffers with persistent=False that
   // were None or not there are the module's own affair. Call it with the lock.
   void refresh();
+
+  bool is_transient(const std::string& name) const override { return transient_.contains(name); }
 
  private:
   explicit Mirror(std::string name) : Module(std::move(name)) {}
@@ -44,7 +49,8 @@ class Mirror : public torch::nn::Module {
   static void add(const py::object& module, const std::string& name, const std::shared_ptr<Mirror>& made, Walk& walk);
   static void refresh_table(Table& table);
 
-  std::vector<Table> tables_;  // of the root: those of all modules
+  std::vector<Table> tables_;          // of the root: those of all modules
+  std::set<std::string> transient_{};  // of the root: buffers that state_dict() leaves out
 };
 
 }  // namespace shoal::python

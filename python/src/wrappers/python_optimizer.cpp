@@ -74,7 +74,9 @@ py::object number_in_python(double number, const std::string& kind) {
   if (kind == "int") return py::int_(static_cast<int64_t>(number));
   if (kind == "float") return py::float_(number);
   if (kind == "bool") return py::bool_(number != 0);
-  const auto dtype = kind == "torch.float64" ? at::kDouble : kind == "torch.int64" ? at::kLong : at::kFloat;
+  // PyTorch's optimizers make them of the default dtype.
+  const bool wide = kind == "torch.float64" || (kind.empty() && at::get_default_dtype_as_scalartype() == at::kDouble);
+  const auto dtype = wide ? at::kDouble : kind == "torch.int64" ? at::kLong : at::kFloat;
   return py::cast(at::scalar_tensor(number, dtype));
 }
 

@@ -27,7 +27,7 @@ std::string Match::describe() const {
   std::string text;
   add(text, "missing", missing);
   add(text, "extra", extra);
-  add(text, "of another shape", wrong_shape);
+  add(text, "of another shape or kind", wrong_shape);
   return text;
 }
 
@@ -54,8 +54,13 @@ Match match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, 
       result.extra.push_back(name);
       continue;
     }
-    if (found->second->shape == tensor.shape) {
+    const auto dtype = found->second->dtype.value_or(tensor.dtype);
+    const bool converts = dtype == tensor.dtype || (at::isFloatingType(dtype) && at::isFloatingType(tensor.dtype));
+    if (found->second->shape == tensor.shape && converts) {
       result.matching.push_back(name);
+    } else if (!converts) {
+      result.wrong_shape.push_back(
+          fmt::format("{} is {}, wanted is {}", name, c10::toString(tensor.dtype), c10::toString(dtype)));
     } else {
       result.wrong_shape.push_back(fmt::format("{} is [{}], wanted is [{}]", name, fmt::join(tensor.shape, ", "),
                                                fmt::join(found->second->shape, ", ")));

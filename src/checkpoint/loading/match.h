@@ -3,6 +3,7 @@
 
 #include <torch/types.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@ namespace shoal {
 struct WantedTensor {
   std::string name;
   std::vector<int64_t> shape;
+  std::optional<at::ScalarType> dtype{};  // that its values can be converted to, floating-point ones from each other
 };
 
 // Lists are in alphabetical order.
@@ -20,7 +22,7 @@ struct Match {
   std::vector<std::string> matching;     // names
   std::vector<std::string> missing;      // wanted, but not in the checkpoint
   std::vector<std::string> extra;        // in the checkpoint, but not wanted
-  std::vector<std::string> wrong_shape;  // "fc.weight is [10, 128], wanted is [12, 128]"
+  std::vector<std::string> wrong_shape;  // or kind of values: "fc.weight is [10, 128], wanted is [12, 128]"
 
   bool exact() const { return missing.empty() && extra.empty() && wrong_shape.empty(); }
   // "missing: a, b; extra: c; ..."; long lists end with a count.

@@ -48,7 +48,8 @@ void SliceReader::read(const std::string& name, const Range& range, const at::Te
   for_each_part(destination.detach(), [&](const at::Tensor& part, int64_t first) {
     const auto begin = range.begin + first;
     const bool contiguous = part.is_contiguous();
-    if (contiguous && part.is_cpu() && same_dtype) {
+    const bool lazy = part.is_conj() || part.is_neg();  // its memory has other values
+    if (contiguous && part.is_cpu() && same_dtype && !lazy) {
       return read_in_order(tensor, {begin, begin + part.numel()}, options.order, static_cast<char*>(part.data_ptr()));
     }
     const auto size = contiguous ? most : part.numel();  // non-contiguous parts are small

@@ -165,7 +165,7 @@ void save_pt(const std::filesystem::path& path, const std::vector<std::pair<std:
     for (const auto& [name, tensor] : tensors) {
       const auto stored = storages.find(tensor.unsafeGetTensorImpl());
       if (stored == storages.end()) continue;  // under an earlier name
-      const auto values = tensor.detach().cpu().contiguous();
+      const auto values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
       writer.writeRecord("data/" + stored->second, values.const_data_ptr(), values.nbytes());
       storages.erase(stored);
       sink.check();

@@ -34,7 +34,8 @@ struct Value {
 
 class Unpickler {
  public:
-  Unpickler(std::string_view pickle, const std::string& subject) : rest_(pickle), subject_(subject) {}
+  Unpickler(std::string_view pickle, const std::string& subject)
+      : rest_(pickle), subject_(subject), room_((int64_t{64} << 20) + 4 * static_cast<int64_t>(pickle.size())) {}
 
   Value* run() {
     while (true) {
@@ -46,6 +47,15 @@ class Unpickler {
 
   [[noreturn]] void refuse(const std::string& what) const {
     throw CheckpointError(fmt::format("{}: {}", subject_, what));
+  }
+  // Counts memory that is about to be taken: little in a file may stand for much here.
+  void spend(int64_t bytes) {
+    room_ -= bytes;
+    if (room_ < 0) refuse("a pickle that stands for more than 64 MiB");
+  }
+  void spend(const PickledTensor& tensor) {
+    const auto numbers = tensor.sizes.size() + tensor.strides.size();
+    spend(static_cast<int64_t>(sizeof tensor + tensor.storage.size() + numbers * sizeof(int64_t)));
   }
 
  private:
@@ -79,6 +89,7 @@ class Unpickler {
   Value& make(Kind kind) {
     constexpr size_t most = 1'000'000;
     if (values_.size() >= most) refuse(fmt::format("a pickle of more than {} values", most));
+    spend(sizeof(Value));
     auto& value = values_.emplace_back();
     value.kind = kind;
     return value;
@@ -295,6 +306,7 @@ class Unpickler {
     value.tensor->offset = items[1]->number;
     value.tensor->sizes = numbers(*items[2]);
     value.tensor->strides = numbers(*items[3]);
+    spend(*value.tensor);
     if (wide) {
       const auto* found =
           std::find_if(std::begin(storage_types), std::end(storage_types),
@@ -308,6 +320,7 @@ class Unpickler {
 
   std::string_view rest_;
   const std::string& subject_;
+  int64_t room_;  // bytes of memory that the rest may take
   Value nothing_{};
   std::deque<Value> values_;  // all there are
   std::vector<Value*> stack_;
@@ -317,7 +330,7 @@ class Unpickler {
 // Names of what lies in it. A pickle may hold one thing at many places, so that what is small here may be large there.
 class Flattening {
  public:
-  explicit Flattening(const Unpickler& unpickler) : unpickler_(unpickler) {}
+  explicit Flattening(Unpickler& unpickler) : unpickler_(unpickler) {}
 
   void visit(const Value& value, const std::string& name, int depth) {
     constexpr int deepest = 64;
@@ -328,6 +341,7 @@ class Flattening {
     }
     if (value.kind == Kind::tensor) {
       if (!names_.insert(name).second) unpickler_.refuse(fmt::format("tensor {:.200} occurs twice", printable(name)));
+      unpickler_.spend(*value.tensor);
       tensors_.push_back(*value.tensor);
       tensors_.back().name = name;
     }
@@ -346,7 +360,7 @@ class Flattening {
   std::vector<PickledTensor> take() { return std::move(tensors_); }
 
  private:
-  const Unpickler& unpickler_;
+  Unpickler& unpickler_;
   std::vector<PickledTensor> tensors_;
   std::set<std::string> names_;
   int64_t visited_ = 0;

@@ -35,7 +35,7 @@ void for_each_piece(const at::Tensor& tensor,
         const auto flat = part.contiguous().view({-1});
         for (int64_t begin = 0; begin < flat.numel(); begin += bytes / element) {
           const auto size = std::min(bytes / element, flat.numel() - begin);
-          const auto here = flat.narrow(0, begin, size).to(at::kCPU);
+          const auto here = flat.narrow(0, begin, size).to(at::kCPU).resolve_conj().resolve_neg();
           visit(here.data_ptr(), first + begin, size * element);
         }
       },

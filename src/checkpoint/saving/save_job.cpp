@@ -11,7 +11,9 @@
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/saving/pieces.h"
 #include "checkpoint/saving/snapshot.h"
+#include "comm/group/group_state.h"
 #include "comm/group/text.h"
+#include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 
@@ -161,7 +163,9 @@ void SaveJob::write_files() {
 // Ranks synchronise every few seconds: disks may differ in speed by more than a collective's timeout, and a failed rank
 // is noticed early.
 void SaveJob::write_together() {
-  constexpr auto patience = std::chrono::seconds(5);
+  const auto limit =
+      std::chrono::milliseconds(1000 * static_cast<int64_t>(state_of(group_)->world->options.timeout_seconds));
+  const auto patience = std::min<std::chrono::milliseconds>(std::chrono::seconds(5), limit / 3);
   enum Progress : uint8_t { busy, done, failed };
   auto written = std::async(std::launch::async, [this] { write_files(); });
   std::exception_ptr failure;

@@ -1,16 +1,21 @@
 #include "engine/checkpoint/contents.h"
 
 #include <ATen/Context.h>
+#include <fmt/format.h>
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <charconv>
+#include <iterator>
 #include <numeric>
 #include <optional>
 
 #include "engine/checkpoint/names.h"
 #include "engine/checkpoint/options.h"
 #include "memory/views.h"
+#include "optim/named_options.h"
 #include "optim/state.h"
+#include "shoal/error.h"
 
 namespace shoal {
 
@@ -77,7 +82,8 @@ class Collector {
     }
     const bool told = share.everywhere && group_.rank() > 0;
     const bool tells = piece.range.begin == 0 || peers_;
-    if (tells && !told && !state.numbers.empty()) numbers_[piece.name] = state.numbers;
+    if (!tells || told) return;
+    for (const auto& [field, number] : state.numbers) numbers_[piece.name][field] = json_number(number);
   }
 
   void add_slice(const StatePiece& piece, std::string name, const at::Tensor& values, const char* part) {
@@ -150,6 +156,12 @@ std::vector<std::pair<std::string, at::Tensor>> random_states(const CheckpointVi
 
 }  // namespace
 
+namespace {
+
+constexpr const char* hex = "hex";
+
+}  // namespace
+
 std::vector<at::Device> devices_of(const CheckpointView& view) {
   std::vector<at::Device> devices{at::kCPU};
   for (const auto& share : view.shares) {
@@ -162,6 +174,33 @@ std::vector<at::Device> devices_of(const CheckpointView& view) {
 
 std::string random_name(const at::Device& device) {
   return "random." + c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+}
+
+Json stored_position(const std::string& position) {
+  try {
+    static_cast<void>(Json(position).dump());
+    return position;
+  } catch (const Json::type_error&) {  // bytes that are no UTF-8
+    std::string digits;
+    for (const unsigned char byte : position) fmt::format_to(std::back_inserter(digits), "{:02x}", byte);
+    return {{hex, digits}};
+  }
+}
+
+std::string read_position(const Json& stored) {
+  if (stored.is_string()) return stored.get<std::string>();
+  const auto wrong = [] { throw CheckpointError("the position in a rank's state was not written by shoal"); };
+  if (!stored.is_object() || !stored.contains(hex) || !stored[hex].is_string()) wrong();
+  const auto& digits = stored[hex].get_ref<const std::string&>();
+  std::string bytes;
+  for (size_t i = 0; i + 1 < digits.size(); i += 2) {
+    unsigned byte = 0;
+    const auto* end = digits.data() + i + 2;
+    if (std::from_chars(digits.data() + i, end, byte, 16).ptr != end) wrong();
+    bytes.push_back(static_cast<char>(byte));
+  }
+  if (digits.size() % 2 != 0) wrong();
+  return bytes;
 }
 
 CheckpointContents contents_of(CheckpointSource& source, const Group& group, const Companions& companions,
@@ -180,7 +219,7 @@ CheckpointContents contents_of(CheckpointSource& source, const Group& group, con
   for (const auto& [name, tensor] : common.tensors) {
     contents.slices.push_back(whole_slice(names::carried_tensor(name), tensor.detach(), names::strategy_part));
   }
-  if (!options.position.empty()) contents.rank_state[names::position] = options.position;
+  if (!options.position.empty()) contents.rank_state[names::position] = stored_position(options.position);
   // Decentralised ranks have state of their own.
   auto& shared = source.peers() ? contents.rank_state : contents.global_state;
   const auto* scaler = view.scaler != nullptr ? view.scaler : companions.scaler;

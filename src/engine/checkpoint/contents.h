@@ -20,6 +20,10 @@ struct Companions {
 CheckpointContents contents_of(CheckpointSource& source, const Group& group, const Companions& companions,
                                const SaveOptions& options);
 
+// What SaveOptions::position is in a rank's state, and back. CheckpointError for what is neither text nor bytes.
+nlohmann::json stored_position(const std::string& position);
+std::string read_position(const nlohmann::json& stored);
+
 // Devices whose random number generators belong to the training: the CPU and the model's device.
 std::vector<at::Device> devices_of(const CheckpointView& view);
 std::string random_name(const at::Device& device);

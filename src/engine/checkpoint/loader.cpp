@@ -1,16 +1,21 @@
 #include "engine/checkpoint/loader.h"
 
 #include <ATen/Context.h>
+#include <c10/util/accumulate.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+#include <charconv>
 #include <set>
+#include <string_view>
 
 #include "checkpoint/loading/match.h"
 #include "engine/checkpoint/names.h"
 #include "engine/paging/operator_watch.h"
 #include "memory/views.h"
+#include "optim/named_options.h"
 #include "optim/state.h"
 #include "shoal/error.h"
 
@@ -43,43 +48,101 @@ std::string listed(const std::vector<std::string>& all) {
                      all.size() > most ? fmt::format(" and {} more", all.size() - most) : "");
 }
 
-void check_trained(const SliceReader& reader, const std::set<std::string>& wanted) {
-  const auto& global = reader.index().global_state;
+// Takes "ranks.N." from the front of a name; returns N.
+std::optional<int> take_rank(std::string_view& name) {
+  constexpr std::string_view prefix = "ranks.";
+  if (!name.starts_with(prefix)) return std::nullopt;
+  int rank = 0;
+  const auto* begin = name.data() + prefix.size();
+  const auto* end = name.data() + name.size();
+  const auto found = std::from_chars(begin, end, rank);
+  if (found.ec != std::errc() || found.ptr == end || *found.ptr != '.') return std::nullopt;
+  name.remove_prefix(static_cast<size_t>(found.ptr + 1 - name.data()));
+  return rank;
+}
+
+}  // namespace
+
+TrainingLoader::TrainingLoader(const SliceReader& reader, CheckpointView view, std::optional<int> peer,
+                               const Group& group, bool exact, const LoadOptions& options)
+    : reader_(reader),
+      view_(std::move(view)),
+      diverges_(peer.has_value()),
+      rank_(group.rank()),
+      ranks_(group.size()),
+      exact_(exact),
+      options_(options) {
+  find_states(peer);
+}
+
+// Of ranks that have state of their own, the first of the peers writes the common one, which may lack parameters that it has not
+// used.
+void TrainingLoader::find_states(std::optional<int> peer) {
+  constexpr std::string_view prefix = "optimizer.";
+  constexpr int common = -1;
+  const auto& tensors = reader_.index().tensors;
+  std::map<int, std::map<std::string, StoredState>> found;
+  for (const auto& [name, tensor] : tensors) {
+    std::string_view rest = name;
+    const auto rank = tensor.part == names::ranks_part ? take_rank(rest) : std::nullopt;
+    if ((!rank && tensor.part != names::optimizer_part) || !rest.starts_with(prefix)) continue;
+    rest.remove_prefix(prefix.size());
+    auto dot = rest.rfind('.');
+    while (dot != std::string_view::npos && dot > 0 && !tensors.contains(std::string(rest.substr(0, dot)))) {
+      dot = rest.rfind('.', dot - 1);  // of a field with a dot in its name
+    }
+    const auto ranks = static_cast<int>(reader_.index().rank_states.size());
+    if (dot == std::string_view::npos || rank.value_or(common) >= ranks) continue;
+    auto& state = found[rank.value_or(common)][std::string(rest.substr(0, dot))];
+    state.rank = rank;
+    state.fields.emplace_back(rest.substr(dot + 1));
+  }
+  if (exact_ && peer) {
+    states_ = std::move(found[*peer == 0 ? common : rank_]);
+    return;
+  }
+  const auto whole = [&](const std::string& parameter, const StoredState& state) {
+    return tensors.contains(parameter) &&
+           std::all_of(state.fields.begin(), state.fields.end(), [&](const std::string& field) {
+             const auto& stored = tensors.at(names::of_rank(*state.rank, names::state_tensor(parameter, field))).shape;
+             return stored == tensors.at(parameter).shape || c10::multiply_integers(stored) == 1;
+           });
+  };
+  for (auto& [rank, states] : found) {
+    for (auto& [parameter, state] : states) {
+      if (rank == common || whole(parameter, state)) states_.try_emplace(parameter, std::move(state));
+    }
+  }
+}
+
+// What is frozen on one of the two sides, and has never been updated, needs no state.
+void TrainingLoader::check_trained() const {
+  const auto& global = reader_.index().global_state;
   if (!global.contains(names::trained)) {
-    throw UsageError(fmt::format("{} holds no optimizer state; set model_only to load the model alone", reader.name()));
+    throw UsageError(
+        fmt::format("{} holds no optimizer state; set model_only to load the model alone", reader_.name()));
   }
   const auto stored =
-      parsed(reader, names::trained, [&] { return global[names::trained].get<std::set<std::string>>(); });
+      parsed(reader_, names::trained, [&] { return global[names::trained].get<std::set<std::string>>(); });
   std::vector<std::string> missing;
+  std::set<std::string> wanted;
+  for (const auto& share : view_.shares) {
+    for (const auto& piece : share.pieces) {
+      const bool fresh = wanted.insert(piece.name).second;
+      if (fresh && !stored.contains(piece.name) && piece.parameter.requires_grad()) missing.push_back(piece.name);
+    }
+  }
   std::vector<std::string> extra;
-  std::set_difference(wanted.begin(), wanted.end(), stored.begin(), stored.end(), std::back_inserter(missing));
-  std::set_difference(stored.begin(), stored.end(), wanted.begin(), wanted.end(), std::back_inserter(extra));
+  for (const auto& name : stored) {
+    if (!wanted.contains(name) && (states_.contains(name) || !numbers_of(name).empty())) extra.push_back(name);
+  }
   if (missing.empty() && extra.empty()) return;
   std::string text;
   if (!missing.empty()) text = "not trained there: " + listed(missing);
   if (!extra.empty()) text += (text.empty() ? "" : "; ") + std::string("not trained here: ") + listed(extra);
   throw UsageError(
       fmt::format("{}: its optimizer state is for other parameters: {}; set model_only to load the model alone",
-                  reader.name(), text));
-}
-
-}  // namespace
-
-TrainingLoader::TrainingLoader(const SliceReader& reader, CheckpointView view, bool diverges, const Group& group,
-                               bool exact, const LoadOptions& options)
-    : reader_(reader),
-      view_(std::move(view)),
-      diverges_(diverges),
-      rank_(group.rank()),
-      ranks_(group.size()),
-      exact_(exact),
-      options_(options) {
-  constexpr std::string_view prefix = "optimizer.";
-  for (const auto& [name, tensor] : reader_.index().tensors) {
-    const auto dot = name.rfind('.');
-    if (tensor.part != names::optimizer_part || !name.starts_with(prefix) || dot < prefix.size()) continue;
-    fields_[name.substr(prefix.size(), dot - prefix.size())].push_back(name.substr(dot + 1));
-  }
+                  reader_.name(), text));
 }
 
 void TrainingLoader::check() const {
@@ -87,17 +150,20 @@ void TrainingLoader::check() const {
   std::set<std::string> trained;
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
-      if (trained.insert(piece.name).second) wanted.push_back({piece.name, piece.parameter.sizes().vec()});
+      if (trained.insert(piece.name).second) wanted.push_back({piece.name, piece.parameter.sizes().vec(), piece.parameter.scalar_type()});
     }
   }
   std::set<std::string> seen;  // a frozen parameter may have several slices
   for (const auto* list : {&view_.rest, &view_.buffers}) {
     for (const auto& slice : *list) {
-      if (seen.insert(slice.name).second) wanted.push_back({slice.name, slice.shape});
+      if (seen.insert(slice.name).second) wanted.push_back({slice.name, slice.shape, slice.values.scalar_type()});
     }
   }
+  for (const auto& name : view_.transient) {
+    if (reader_.index().tensors.contains(name)) wanted.push_back({name, reader_.tensor(name).shape});
+  }
   require_match(reader_, wanted, options_.partial);
-  if (!model_only()) check_trained(reader_, trained);
+  if (!model_only()) check_trained();
 }
 
 std::string TrainingLoader::own_name(const std::string& name) const {
@@ -116,14 +182,17 @@ void TrainingLoader::read_whole(const std::string& name, const at::Tensor& desti
 }
 
 // Optimizer state has its parameter's dtype if it does in the checkpoint.
-at::Tensor TrainingLoader::read_field(const StatePiece& piece, const std::string& common) const {
-  const auto name = own_name(common);
+at::Tensor TrainingLoader::read_field(const StatePiece& piece, const StoredState& state,
+                                      const std::string& field) const {
+  const auto common = names::state_tensor(piece.name, field);
+  const auto name = state.rank ? names::of_rank(*state.rank, common) : common;
+  const bool own_piece = state.rank && exact_;
   const auto& stored = reader_.tensor(name);
   const bool follows = stored.dtype == reader_.tensor(piece.name).dtype;
   const auto options =
       piece.parameter.options().requires_grad(false).dtype(follows ? piece.updated.scalar_type() : stored.dtype);
   const bool like_parameter = stored.shape == piece.parameter.sizes();
-  if (piece.whole() || name != common) {
+  if (piece.whole() || own_piece) {
     auto values = like_parameter ? at::empty_strided(piece.parameter.sizes(), dense_strides(piece.parameter), options)
                                  : at::empty(stored.shape, options);
     read_whole(name, values);
@@ -145,12 +214,19 @@ std::map<std::string, double> TrainingLoader::numbers_of(const std::string& para
     const auto find = [&](const Json& state) -> std::map<std::string, double> {
       const auto entry = state.find(names::numbers);
       if (entry == state.end() || !entry->contains(parameter)) return {};
-      return entry->at(parameter).get<std::map<std::string, double>>();
+      std::map<std::string, double> numbers;
+      for (const auto& [field, stored] : entry->at(parameter).items()) {
+        const auto number = number_from(stored);
+        numbers[field] = number ? *number : stored.get<double>();  // throws
+      }
+      return numbers;
     };
     const auto& ranks = reader_.index().rank_states;
     if (exact_ && diverges_) return find(ranks.at(rank_));
-    for (const auto& state : ranks) {
-      if (auto found = find(state); !found.empty()) return found;
+    const auto state = states_.find(parameter);
+    if (state != states_.end() && state->second.rank) return find(ranks.at(static_cast<size_t>(*state->second.rank)));
+    for (const auto& one : ranks) {
+      if (auto found = find(one); !found.empty()) return found;
     }
     return std::map<std::string, double>();
   });
@@ -158,17 +234,16 @@ std::map<std::string, double> TrainingLoader::numbers_of(const std::string& para
 
 NamedState TrainingLoader::read_state(const StatePiece& piece) const {
   NamedState state{.tensors = {}, .numbers = numbers_of(piece.name)};
-  const auto fields = fields_.find(piece.name);
-  if (fields == fields_.end()) return state;
-  for (const auto& field : fields->second) {
-    state.tensors[field] = read_field(piece, names::state_tensor(piece.name, field));
-  }
+  const auto stored = states_.find(piece.name);
+  if (stored == states_.end()) return state;
+  for (const auto& field : stored->second.fields) state.tensors[field] = read_field(piece, stored->second, field);
   return state;
 }
 
 void TrainingLoader::read_optimizers() {
   if (model_only()) return;
   read_options();
+  if (param_groups_ && !states_.empty()) param_groups_->require_kin();
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
       if (piece.owner != share.rank || !piece.updated.defined() || share.local == nullptr) continue;

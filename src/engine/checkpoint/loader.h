@@ -17,9 +17,10 @@ namespace shoal {
 // None of them is collective.
 class TrainingLoader {
  public:
-  // exact: the checkpoint was written by the same strategy with the same number of ranks.
-  TrainingLoader(const SliceReader& reader, CheckpointView view, bool diverges, const Group& group, bool exact,
-                 const LoadOptions& options);
+  // peer: this rank's number among those that have the same pieces with values of their own, if there are such. exact: the
+  // checkpoint was written by the same strategy with the same number of ranks.
+  TrainingLoader(const SliceReader& reader, CheckpointView view, std::optional<int> peer, const Group& group,
+                 bool exact, const LoadOptions& options);
 
   // UsageError if the checkpoint does not fit.
   void check() const;
@@ -41,7 +42,14 @@ class TrainingLoader {
   void read(const std::string& name, const Range& range, const at::Tensor& destination,
             const std::vector<int64_t>& order) const;
   void read_whole(const std::string& name, const at::Tensor& destination) const;
-  at::Tensor read_field(const StatePiece& piece, const std::string& common) const;
+  // Optimizer state of a parameter as the checkpoint has it.
+  struct StoredState {
+    std::optional<int> rank{};  // whose own it is; none: the common one
+    std::vector<std::string> fields{};
+  };
+  void find_states(std::optional<int> peer);
+  void check_trained() const;
+  at::Tensor read_field(const StatePiece& piece, const StoredState& stored, const std::string& field) const;
   NamedState read_state(const StatePiece& piece) const;
   std::map<std::string, double> numbers_of(const std::string& parameter) const;
   // Entry of rank 0's state, or of this rank's own state if ranks diverge.
@@ -59,7 +67,7 @@ class TrainingLoader {
   int ranks_;
   bool exact_;
   LoadOptions options_;
-  std::map<std::string, std::vector<std::string>> fields_;  // by parameter
+  std::map<std::string, StoredState> states_;  // by parameter
   std::vector<std::pair<std::pair<torch::optim::Optimizer*, void*>, FreshState>> fresh_;
   std::optional<OptionsLoader> param_groups_;
   std::vector<std::string> differences_;

@@ -14,10 +14,17 @@
 namespace shoal {
 namespace {
 
-std::vector<NamedTensor> tensors_of(const torch::nn::Module& module) {
+// Those of the module's state.
+std::vector<NamedTensor> tensors_of(const torch::nn::Module& module, std::vector<std::string>* transient = nullptr) {
   auto tensors = walk(module, {});
   auto& list = tensors.parameters;
-  list.insert(list.end(), tensors.buffers.begin(), tensors.buffers.end());
+  for (auto& entry : tensors.buffers) {
+    if (!entry.transient) {
+      list.push_back(std::move(entry));
+    } else if (transient != nullptr) {
+      transient->push_back(entry.name);
+    }
+  }
   return list;
 }
 
@@ -26,9 +33,14 @@ std::vector<NamedTensor> tensors_of(const torch::nn::Module& module) {
 Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module, const LoadModuleOptions& options) {
   const torch::NoGradGuard no_grad;
   const CheckpointReader reader(path, options.verify);
-  const auto list = tensors_of(module);
+  std::vector<std::string> transient;
+  const auto list = tensors_of(module, &transient);
   std::vector<WantedTensor> wanted;
-  for (const auto& entry : list) wanted.push_back({options.prefix + entry.name, entry.tensor.sizes().vec()});
+  for (const auto& name : transient) {  // a file may have them
+    const auto found = reader.index().tensors.find(options.prefix + name);
+    if (found != reader.index().tensors.end()) wanted.push_back({found->first, found->second.shape});
+  }
+  for (const auto& entry : list) wanted.push_back({options.prefix + entry.name, entry.tensor.sizes().vec(), entry.tensor.scalar_type()});
   const auto match = require_match(reader, wanted, options.partial, "model", options.prefix);
   for (const auto& entry : list) {
     const auto name = options.prefix + entry.name;

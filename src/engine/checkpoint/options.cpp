@@ -29,11 +29,15 @@ Names names_of(const CheckpointView& view) {
   return names;
 }
 
-std::vector<std::string> names_in(const OptimizerParamGroup& group, const Names& names) {
+// without: frozen parameters that are not among these do not count; nullptr: all count.
+std::vector<std::string> names_in(const OptimizerParamGroup& group, const Names& names,
+                                  const std::map<std::string, const Json*>* without = nullptr) {
   std::vector<std::string> list;
   for (const auto& parameter : group.params()) {
     const auto name = names.find(parameter.unsafeGetTensorImpl());
-    if (name != names.end()) list.push_back(name->second);
+    if (name == names.end()) continue;
+    if (without != nullptr && !parameter.requires_grad() && !without->contains(name->second)) continue;
+    list.push_back(name->second);
   }
   return list;
 }
@@ -81,7 +85,7 @@ OptionsLoader::OptionsLoader(const CheckpointView& view, const Json& stored) : s
   size_t number = 0;
   for (auto* optimizer : view.optimizers) {
     for (auto& group : optimizer->param_groups()) {
-      const auto list = names_in(group, names);
+      const auto list = names_in(group, names, &by_parameter);
       Match match{fmt::format("param group {}", number++), &group, nullptr};
       if (list.empty()) continue;
       const auto first = by_parameter.find(list.front());
@@ -98,6 +102,26 @@ OptionsLoader::OptionsLoader(const CheckpointView& view, const Json& stored) : s
       }
       matches_.push_back(std::move(match));
     }
+  }
+}
+
+void OptionsLoader::require_kin() const {
+  const auto is_pytorchs = [](const std::string& type) {
+    const auto begin = type.find("options of ");
+    return type.starts_with("torch::optim::") || (begin == 0 && type.find('.') == std::string::npos);
+  };
+  const auto is_adam = [](const std::string& type) {
+    return type == "torch::optim::AdamOptions" || type == "torch::optim::AdamWOptions";
+  };
+  for (const auto& match : matches_) {
+    if (match.stored == nullptr || dynamic_cast<const OptionsOfType*>(&match.group->options()) == nullptr) continue;
+    const auto here = type_of(match.group->options());
+    const auto there = match.stored->at(type_entry).get<std::string>();
+    if (here == there || (is_adam(here) && is_adam(there)) || !is_pytorchs(here) || !is_pytorchs(there)) continue;
+    throw UsageError(
+        fmt::format("{} has {}, and the checkpoint's state is that of an optimizer with {}: take the same "
+                    "optimizer, or set model_only",
+                    match.name, here, there));
   }
 }
 

@@ -26,6 +26,7 @@ CommunicationHook* hook_of(const std::vector<Reducer*>& reducers) {
 
 using LearntOrder = std::optional<BucketOrder::Learnt>;
 
+// None for an order of other gradients, as where other parameters are frozen: it is learnt anew.
 LearntOrder parsed_order(const Json& json, size_t gradients) {
   if (json.is_null()) return std::nullopt;
   BucketOrder::Learnt learnt{.order = json.at("order"), .from = json.at("from")};
@@ -33,8 +34,7 @@ LearntOrder parsed_order(const Json& json, size_t gradients) {
   std::sort(sorted.begin(), sorted.end());
   const bool good =
       sorted.empty() || (sorted.back() < gradients && std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end());
-  if (!good || learnt.from < 0) throw CheckpointError("an order of gradients was not written by shoal");
-  return learnt;
+  return good && learnt.from >= 0 ? LearntOrder(std::move(learnt)) : std::nullopt;
 }
 
 std::vector<LearntOrder> parsed_orders(const std::vector<Reducer*>& reducers, const Carried& past) {

@@ -19,6 +19,7 @@ class ReplicatedSource : public CheckpointSource {
   std::string strategy() const override { return strategy_; }
   Group group() override { return group_; }
   CheckpointView view() override {
+    require_parameters_of(*module_, optimizer_);
     CheckpointView view;
     view.shares.push_back({.pieces = pieces_of(optimizer_, *module_), .local = &optimizer_, .everywhere = true});
     view.optimizers = {&optimizer_};

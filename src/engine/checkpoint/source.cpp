@@ -1,16 +1,34 @@
 #include "engine/checkpoint/source.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <set>
 
 #include "module/walk.h"
+#include "shoal/error.h"
 
 namespace shoal {
 
 // Waits until no rank reads the old values any more.
 void CheckpointSource::begin_load(const CarriedStates&) {
   group().barrier({-1, -1, "before loading"}).wait();
+}
+
+void require_parameters_of(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer) {
+  std::set<const c10::TensorImpl*> known;
+  for (const auto& parameter : module.parameters()) known.insert(parameter.unsafeGetTensorImpl());
+  const auto& groups = optimizer.param_groups();
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& parameter : groups[number].params()) {
+      if (known.contains(parameter.unsafeGetTensorImpl())) continue;
+      throw UsageError(fmt::format(
+          "TrainingState: a parameter [{}] of param group {} is not one of the module's, so it has no name by which "
+          "it could be saved: register it in the module, or put the modules into one",
+          fmt::join(parameter.sizes(), ", "), number));
+    }
+  }
 }
 
 void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix) {
@@ -25,7 +43,13 @@ void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::
     auto& list = entry.tensor.requires_grad() ? view.buffers : view.rest;
     list.push_back(whole_slice(prefix + entry.name, entry.tensor.detach()));
   }
-  for (const auto& entry : tensors.buffers) view.buffers.push_back(whole_slice(prefix + entry.name, entry.tensor));
+  for (const auto& entry : tensors.buffers) {
+    if (entry.transient) {
+      view.transient.push_back(prefix + entry.name);
+    } else {
+      view.buffers.push_back(whole_slice(prefix + entry.name, entry.tensor));
+    }
+  }
 }
 
 }  // namespace shoal

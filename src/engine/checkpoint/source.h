@@ -24,7 +24,8 @@ struct CheckpointView {
     bool everywhere = false;           // every rank owns all pieces
   };
   std::vector<Share> shares;
-  std::vector<NamedSlice> rest;     // of frozen parameters
+  std::vector<NamedSlice> rest;          // of frozen parameters
+  std::vector<std::string> transient{};  // buffers that are no part of the state; a checkpoint may have them
   std::vector<NamedSlice> buffers;  // and buffer-like tensors, one set per rank; other numbers of ranks load rank 0's
   std::vector<torch::optim::Optimizer*> optimizers;  // optimizers whose param groups' options are saved
   std::vector<LambdaLR*> schedules;                  // the strategy's own
@@ -59,6 +60,9 @@ class CheckpointSource {
   // Called once all values are in place. Collective.
   virtual void end_load(const CarriedStates& /*past*/) {}
 };
+
+// UsageError for an optimizer of which some parameters are none of the module's, by whose names they are saved.
+void require_parameters_of(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer);
 
 // Adds a module's buffers, and the parameters that are in no share; `prefix` begins their names.
 void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix = "");

@@ -103,20 +103,22 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
   const bool same_ranks = loaded.ranks == group.size() && static_cast<int>(index.rank_states.size()) == loaded.ranks;
   loaded.exact = whole && same_ranks && loaded.strategy == source.strategy();
   CarriedStates past;
+  const auto peers = source.peers();
+  const auto peer = peers ? std::optional(peers->rank()) : std::nullopt;
   together([&] {
     // Checks before begin_load(), which may change the training.
-    TrainingLoader(reader, source.view(), source.peers().has_value(), group, loaded.exact, options).check();
+    TrainingLoader(reader, source.view(), peer, group, loaded.exact, options).check();
     if (!whole || index.rank_states.empty()) return;
     const auto& state = index.rank_states[same_ranks ? group.rank() : 0];
-    if (const auto found = state.find(names::position); found != state.end() && found->is_string()) {
-      loaded.position = found->get<std::string>();
+    if (const auto found = state.find(names::position); found != state.end()) {
+      loaded.position = read_position(*found);
     }
     if (loaded.strategy != source.strategy()) return;
     past.common = carried(reader, index.global_state, names::carried_tensor(""));
     if (loaded.exact) past.own = carried(reader, state, names::of_rank(group.rank(), names::carried_tensor("")));
   });
   source.begin_load(past);
-  TrainingLoader loader(reader, source.view(), source.peers().has_value(), group, loaded.exact, options);
+  TrainingLoader loader(reader, source.view(), peer, group, loaded.exact, options);
   together([&] { loader.read_optimizers(); });
   together([&] {
     loader.read_model();

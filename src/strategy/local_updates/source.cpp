@@ -25,6 +25,7 @@ class LocalUpdatesSource : public CheckpointSource {
   std::optional<Group> peers() override { return state_.group; }
 
   CheckpointView view() override {
+    require_parameters_of(*state_.module, state_.optimizer);
     CheckpointView view;
     view.shares.push_back({.pieces = pieces_of(state_.optimizer, *state_.module), .local = &state_.optimizer});
     view.optimizers = {&state_.optimizer};
