@@ -8,6 +8,7 @@ import torch
 
 from . import _C
 from ._mirror import Wrapped, mirror_of
+from .nn.decentralized import DecentralizedDataParallel
 from .nn.sync_batch_norm import SyncBatchNorm
 from .optim import DistributedOptimizer
 
@@ -38,6 +39,11 @@ class Join:
             kinds = ", ".join(type(one).__name__ for one in joinables) or "nothing"
             raise _C.UsageError(f"Join({kinds}): give wrappers of shoal.nn, or DistributedOptimizers")
         for one in joinables:
+            if isinstance(one, DecentralizedDataParallel):
+                raise _C.UsageError(
+                    "Join: ranks of a DecentralizedDataParallel do not wait for each other, so one may end before the others: call "
+                    "model.leave() on it once it has no batch"
+                )
             inside = one.module.modules() if isinstance(one, Wrapped) else one._module.modules()
             if any(isinstance(module, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for module in inside):
                 raise _C.UsageError(

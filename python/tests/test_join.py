@@ -70,6 +70,9 @@ def test_PY05_join_ends_early_or_refuses():
             shoal.Join(model).next(True)
         with pytest.raises(shoal.UsageError, match=r"Join\(Linear\): give wrappers"):
             shoal.Join(torch.nn.Linear(2, 2))
+        decentralised = shoal.nn.DecentralizedDataParallel(torch.nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1))
+        with pytest.raises(shoal.UsageError, match="do not wait for each other"):
+            shoal.Join(decentralised)
         with pytest.raises(shoal.UsageError, match=r"use shoal.Join\(model\), a loop"):
             torch.distributed.algorithms.Join([model])
         synced = shoal.nn.SyncBatchNorm.convert_sync_batchnorm(models.make("cnn"))

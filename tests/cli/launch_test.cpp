@@ -93,9 +93,13 @@ TEST(Launch, SCA09_a_failure_on_one_node_ends_the_ranks_of_the_other) {
 
 // Also of node 0, whose launcher has the store.
 TEST(Launch, ELA01_an_elastic_job_goes_on_when_all_ranks_of_a_node_have_failed) {
-  const std::string train = std::string(SHOAL) + " train --model mlp --data reference --steps 6000 --elastic 1";
+  const TempFolder folder;
   for (const int node : {1, 0}) {
-    const auto killed = "[ $GROUP_RANK = " + std::to_string(node) + " ] && (sleep 1.5; kill -9 $$) & exec " + train;
+    const auto metrics = folder.file("metrics" + std::to_string(node));  // has lines once the job trains
+    const auto train =
+        std::string(SHOAL) + " train --model mlp --data reference --steps 6000 --elastic 1 --metrics " + metrics;
+    const auto killed = "[ $GROUP_RANK = " + std::to_string(node) + " ] && (until [ -s " + metrics +
+                        " ]; do sleep 0.05; done; kill -9 $$) & exec " + train;
     const auto ended = launch_nodes({"--elastic", "1", "--", "sh", "-c", killed});
     EXPECT_EQ(ended[1 - node].code, 0) << ended[1 - node].output;
     EXPECT_EQ(ended[node].code, 128 + 9) << ended[node].output;

@@ -172,6 +172,39 @@ TEST_F(ElasticGossip, ELA12_a_rank_ends_while_the_mean_of_the_hosts_is_held) {
   }
 }
 
+// One host has a rank, the other two, of which one owns nothing.
+TEST_F(ElasticGossip, ELA12_plain_steps_go_on_after_an_elastic_loop_that_has_lost_a_rank) {
+  ForkedHosts job({2, 2}, [](const World& world) -> std::string {
+    alarm(30);
+    const int self = world.rank();
+    const auto net = std::make_shared<test::Net>();
+    const auto wrapped = test::wrap_as(gossips[3], net, world.group());
+    auto& optimizer = dynamic_cast<ShardGossipOptimizerCore&>(*wrapped.optimizer);
+    const auto x = test::inputs_of({static_cast<size_t>(self)});
+    const auto backward = [&] { wrapped.backward(test::loss_of(wrapped.forward(x), x)); };
+    {
+      const auto elastic = wrapped.elastic(world, quick);
+      while (elastic->steps() < 4) {
+        if (self == 3 && elastic->steps() == 2) std::raise(SIGKILL);
+        elastic->step(1, backward, [&] { wrapped.step(); });
+        optimizer.zero_grad();
+      }
+    }
+    for (int step = 0; step < 3; ++step) {
+      backward();
+      wrapped.step();
+      optimizer.zero_grad();
+    }
+    if (optimizer.consensus_distance() <= 0) return "no distance";
+    optimizer.hold_mean();
+    optimizer.hold_own();
+    optimizer.global_avg();
+    return fmt::format("{} ranks, {} near", world.size(), optimizer.consensus_distance() < 1e-5 ? "are" : "are not");
+  });
+  const auto ended = job.wait(40);
+  for (const int rank : {0, 1, 2}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "3 ranks, are near");
+}
+
 TEST_F(ElasticGossip, ELA12_a_mean_that_stays_is_refused_within_the_job_and_there_after_it) {
   ForkedHosts hosts({2, 2}, [](const World& world) -> std::string {
     alarm(30);

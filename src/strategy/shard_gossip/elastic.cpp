@@ -37,7 +37,12 @@ void ShardGossipOptimizerCore::require_regroupable(const FullyShardedCore& paral
   }
   gossip_->names = names_of_hosts(everybody);
   state().everybody = everybody;
-  ShardedOptimizerCore::require_regroupable();
+  try {
+    ShardedOptimizerCore::require_regroupable();
+  } catch (...) {
+    state().everybody = state().group;
+    throw;
+  }
 }
 
 void ShardGossipOptimizerCore::unguard() {

@@ -303,8 +303,9 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
     EXPECT_NE(ended.output.find(says), std::string::npos) << ended.output;
   };
   const std::string names =
-      "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid, hybrid_grad_op, local_sgd, slowmo, diloco";
-  for (const std::string strategy : {"fsdp_no_shard", "hybrid_gossip", "decentralized", "local", "none"}) {
+      "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid, hybrid_grad_op, local_sgd, slowmo, diloco, "
+      "hybrid_gossip";
+  for (const std::string strategy : {"fsdp_no_shard", "decentralized", "local", "none"}) {
     refused({"--strategy", strategy},
             strategy == "none"
                 ? "--strategy none"
