@@ -10,7 +10,6 @@
 namespace shoal::elastic_gossip_test {
 namespace {
 
-using test::Death;
 using test::ForkedHosts;
 using test::Kind;
 using test::Moment;
@@ -29,62 +28,31 @@ const std::vector<Trained> gossips{
     {.sharding = Sharding::gossip, .optimizer = "sgd", .width = 258},
     {.sharding = Sharding::gossip, .optimizer = "lamb"}};
 
-void die_at(const Kind& kind, const std::vector<Death>& deaths, const Trained& trained) {
-  const test::SharedRecord record;
-  ForkedHosts hosts(
-      kind.hosts, [&](const World& world) { return test::train(world, *record, 1, deaths, quick, trained); },
-      over(kind.transport));
-  const auto ended = hosts.wait(40);
-  std::vector<int> victims;
-  for (const auto& death : deaths) {
-    victims.push_back(death.rank);
-    if (death.moment == Moment::on_notice) continue;  // it may notice it elsewhere
-    EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(death.rank)].status)) << "rank " << death.rank << " lives";
-  }
-  check(ended, victims, *record, 1, true, trained);
-}
-
 TEST_F(ElasticGossip, ELA12_nobody_ends) {
   for (const auto& trained : gossips) {
     SCOPED_TRACE(name_of(trained));
-    for (const auto& hosts : {std::vector{2, 2}, {1, 1, 1}, {3}}) die_at({hosts, "auto"}, {}, trained);
+    for (const auto& hosts : {std::vector{2, 2}, {1, 1, 1}, {3}}) test::die_on_hosts({hosts, "auto"}, {}, trained);
   }
 }
 
 TEST_F(ElasticGossip, ELA12_a_rank_ends_at_each_moment_of_a_step) {
-  int number = 0;
-  for (const auto& trained : gossips) {
-    std::vector<Moment> moments{Moment::in_backward, Moment::before_commit, Moment::spoilt_update,
-                                Moment::in_last_chunk};
-    if (trained.optimizer == "adamw" && !trained.has_copies()) {
-      for (const auto other : {Moment::before_forward, Moment::before_update, Moment::in_update, Moment::after_update,
-                               Moment::between_steps}) {
-        moments.push_back(other);
-      }
-    }
-    for (const auto moment : moments) {
-      const Kind kind{number % 3 == 2 ? std::vector<int>{2, 2, 2} : std::vector<int>{2, 2}, "auto"};
-      const int victim = ++number % kind.ranks();
-      SCOPED_TRACE(fmt::format("{}, {} hosts, moment {}, rank {}", name_of(trained), kind.hosts.size(),
-                               static_cast<int>(moment), victim));
-      die_at(kind, {{victim, moment, 3 + number % 3}}, trained);
-    }
-  }
+  test::die_at_each_moment(gossips);
 }
 
 // As many ranks of each host own shards as the smallest has; in the end the host is gone.
 TEST_F(ElasticGossip, ELA12_ranks_of_one_host_end_one_after_the_other) {
   for (const auto& trained : gossips) {
     SCOPED_TRACE(name_of(trained));
-    die_at({{3, 3}, "auto"},
-           {{4, Moment::spoilt_update, 3}, {3, Moment::in_backward, 6}, {5, Moment::before_update, 9}}, trained);
+    test::die_on_hosts({{3, 3}, "auto"},
+                       {{4, Moment::spoilt_update, 3}, {3, Moment::in_backward, 6}, {5, Moment::before_update, 9}},
+                       trained);
   }
 }
 
 TEST_F(ElasticGossip, ELA12_heirs_end_while_they_finish_an_update) {
   for (const auto& trained : gossips) {
     SCOPED_TRACE(name_of(trained));
-    die_at({{3, 3}, "auto"}, {{3, Moment::spoilt_update, 4}, {4, Moment::finishing, 4}}, trained);
+    test::die_on_hosts({{3, 3}, "auto"}, {{3, Moment::spoilt_update, 4}, {4, Moment::finishing, 4}}, trained);
   }
 }
 
@@ -169,6 +137,35 @@ TEST_F(ElasticGossip, ELA12_a_rank_ends_while_the_mean_of_the_hosts_is_held) {
       for (const int rank : {0, 1, 3}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "") << "rank " << rank;
       EXPECT_TRUE(WIFSIGNALED(ended[2].status));
     }
+  }
+}
+
+// A step that all ranks refuse alike changes nothing, and what was gathered for it serves the next one.
+TEST_F(ElasticGossip, ELA12_a_program_goes_on_after_an_error_of_the_meeting) {
+  ForkedHosts hosts({2, 2}, [](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<test::Net>();
+    const auto wrapped = test::wrap_as(gossips[0], net, world.group());
+    const auto& optimizer = dynamic_cast<const ShardGossipOptimizerCore&>(*wrapped.optimizer);
+    DistributedSampler sampler(64, world.group());
+    const auto elastic = wrapped.elastic(world, sampler, quick);
+    elastic->in_epoch();
+    const auto x = test::inputs_of({static_cast<size_t>(world.rank()), 2});
+    const auto step = [&](int64_t samples) {
+      const bool complete = elastic->step(
+          samples, [&] { test::loss_of(wrapped.forward(x), x).backward(); }, [&] { wrapped.step(); });
+      wrapped.optimizer->zero_grad();
+      return complete;
+    };
+    step(2);
+    const auto said = test::refusal([&] { step(world.rank() == 3 ? 1 : 2); });
+    wrapped.optimizer->zero_grad();
+    if (!step(2) || !step(2)) return "a step was not complete";
+    return fmt::format("{}, {} skipped", said, optimizer.statistics().skipped);
+  });
+  for (const auto& one : hosts.wait(30)) {
+    EXPECT_THAT(one.text, testing::AllOf(testing::HasSubstr("ranks have 1 to 2 samples in one step"),
+                                         testing::HasSubstr(", 0 skipped")));
   }
 }
 

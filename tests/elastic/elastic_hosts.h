@@ -55,6 +55,43 @@ inline bool all_train(const Record& record, int ranks) {
   return record.started == ranks;
 }
 
+// Ranks end as they are told, and the others go on to the end.
+inline void die_on_hosts(const Kind& kind, const std::vector<Death>& deaths, const Trained& trained) {
+  const SharedRecord record;
+  ForkedHosts hosts(
+      kind.hosts, [&](const World& world) { return train(world, *record, 1, deaths, quick, trained); },
+      over(kind.transport));
+  const auto ended = hosts.wait(40);
+  std::vector<int> victims;
+  for (const auto& death : deaths) {
+    victims.push_back(death.rank);
+    if (death.moment == Moment::on_notice || death.signal == 0) continue;  // it may notice it elsewhere
+    EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(death.rank)].status)) << "rank " << death.rank << " lives";
+  }
+  check(ended, victims, *record, 1, true, trained);
+}
+
+inline void die_at_each_moment(const std::vector<Trained>& list) {
+  int number = 0;
+  for (const auto& trained : list) {
+    std::vector<Moment> moments{Moment::in_backward, Moment::before_commit, Moment::spoilt_update,
+                                Moment::in_last_chunk};
+    if (trained.optimizer == "adamw" && !trained.has_copies()) {
+      for (const auto other : {Moment::before_forward, Moment::before_update, Moment::in_update, Moment::after_update,
+                               Moment::between_steps}) {
+        moments.push_back(other);
+      }
+    }
+    for (const auto moment : moments) {
+      const Kind kind{number % 3 == 2 ? std::vector<int>{2, 2, 2} : std::vector<int>{2, 2}, "auto"};
+      const int victim = ++number % kind.ranks();
+      SCOPED_TRACE(fmt::format("{}, {} hosts, moment {}, rank {}", name_of(trained), kind.hosts.size(),
+                               static_cast<int>(moment), victim));
+      die_on_hosts(kind, {{victim, moment, 3 + number % 3}}, trained);
+    }
+  }
+}
+
 // Ranks and whole hosts are killed at random, with SHOAL_SEED, in SHOAL_KILLS trials. may_train: whether hosts of this kind can be
 // trained so. Bits are compared over tcp, or with shards.
 inline void kill_on_hosts_at_random(const std::vector<Kind>& kinds, const std::vector<Trained>& list,

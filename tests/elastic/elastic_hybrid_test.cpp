@@ -12,7 +12,6 @@ namespace shoal::elastic_hybrid_test {
 namespace {
 
 using test::all_train;
-using test::Death;
 using test::ForkedHosts;
 using test::Kind;
 using test::Moment;
@@ -36,63 +35,31 @@ const std::vector<Trained> hybrids{
     {.sharding = Sharding::megatron_by_host, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
     {.sharding = Sharding::megatron_by_host, .optimizer = "sgd", .dtype = at::kHalf, .overlap = false}};
 
-void die_at(const Kind& kind, const std::vector<Death>& deaths, const Trained& trained) {
-  const test::SharedRecord record;
-  ForkedHosts hosts(
-      kind.hosts, [&](const World& world) { return test::train(world, *record, 1, deaths, quick, trained); },
-      over(kind.transport));
-  const auto ended = hosts.wait(40);
-  std::vector<int> victims;
-  for (const auto& death : deaths) {
-    victims.push_back(death.rank);
-    if (death.moment == Moment::on_notice || death.signal == 0) continue;  // it may notice it elsewhere
-    EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(death.rank)].status)) << "rank " << death.rank << " lives";
-  }
-  check(ended, victims, *record, 1, true, trained);
-}
-
 TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_nobody_ends) {
   for (const auto& trained : hybrids) {
     SCOPED_TRACE(name_of(trained));
-    die_at({{2, 2}, "auto"}, {}, trained);
-    if (trained.sharding != Sharding::zero1_by_host) die_at({{1, 2}, "auto"}, {}, trained);
+    test::die_on_hosts({{2, 2}, "auto"}, {}, trained);
+    if (trained.sharding != Sharding::zero1_by_host) test::die_on_hosts({{1, 2}, "auto"}, {}, trained);
   }
 }
 
 TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_a_rank_ends_at_each_moment_of_a_step) {
-  int number = 0;
-  for (const auto& trained : hybrids) {
-    std::vector<Moment> moments{Moment::in_backward, Moment::before_commit, Moment::spoilt_update,
-                                Moment::in_last_chunk};
-    if (trained.optimizer == "adamw" && !trained.has_copies()) {
-      for (const auto other : {Moment::before_forward, Moment::before_update, Moment::in_update, Moment::after_update,
-                               Moment::between_steps}) {
-        moments.push_back(other);
-      }
-    }
-    for (const auto moment : moments) {
-      const Kind kind{number % 3 == 2 ? std::vector<int>{2, 2, 2} : std::vector<int>{2, 2}, "auto"};
-      const int victim = ++number % kind.ranks();
-      SCOPED_TRACE(fmt::format("{}, {} hosts, moment {}, rank {}", name_of(trained), kind.hosts.size(),
-                               static_cast<int>(moment), victim));
-      die_at(kind, {{victim, moment, 3 + number % 3}}, trained);
-    }
-  }
+  test::die_at_each_moment(hybrids);
 }
 
 // The group of a host is that of all ranks there.
 TEST_F(ElasticHybrid, ELA01_ELA02_on_one_host) {
   for (const auto& trained : hybrids) {
     SCOPED_TRACE(name_of(trained));
-    die_at({{3}, "auto"}, {{0, Moment::spoilt_update, 4}, {2, Moment::in_backward, 7}}, trained);
+    test::die_on_hosts({{3}, "auto"}, {{0, Moment::spoilt_update, 4}, {2, Moment::in_backward, 7}}, trained);
   }
 }
 
 TEST_F(ElasticHybrid, ELA01_ranks_end_while_others_recover) {
   for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
     SCOPED_TRACE(std::to_string(static_cast<int>(moment)));
-    die_at({{2, 2}, "auto"}, {{0, Moment::in_backward, 4}, {2, moment, 4}}, hybrids[0]);
-    die_at({{3, 2}, "auto"}, {{3, Moment::in_last_chunk, 4}, {1, moment, 4}}, hybrids[1]);
+    test::die_on_hosts({{2, 2}, "auto"}, {{0, Moment::in_backward, 4}, {2, moment, 4}}, hybrids[0]);
+    test::die_on_hosts({{3, 2}, "auto"}, {{3, Moment::in_last_chunk, 4}, {1, moment, 4}}, hybrids[1]);
   }
 }
 
@@ -100,7 +67,7 @@ TEST_F(ElasticHybrid, ELA01_ranks_end_while_others_recover) {
 TEST_F(ElasticHybrid, ELA02_a_rank_that_is_alone_on_its_host_ends_its_update_after_the_death_of_another_host) {
   for (const auto& trained : hybrids) {
     SCOPED_TRACE(name_of(trained));
-    die_at({{1, 1, 1}, "auto"}, {{2, Moment::before_update, 4}, {1, Moment::before_update, 4, 0}}, trained);
+    test::die_on_hosts({{1, 1, 1}, "auto"}, {{2, Moment::before_update, 4}, {1, Moment::before_update, 4, 0}}, trained);
   }
 }
 
@@ -108,7 +75,7 @@ TEST_F(ElasticHybrid, ELA02_a_rank_that_is_alone_on_its_host_ends_its_update_aft
 TEST_F(ElasticHybrid, ELA02_heirs_end_while_they_finish_an_update) {
   for (const auto& trained : hybrids) {
     SCOPED_TRACE(name_of(trained));
-    die_at({{3, 3}, "auto"}, {{3, Moment::spoilt_update, 4}, {4, Moment::finishing, 4}}, trained);
+    test::die_on_hosts({{3, 3}, "auto"}, {{3, Moment::spoilt_update, 4}, {4, Moment::finishing, 4}}, trained);
   }
 }
 
@@ -116,8 +83,9 @@ TEST_F(ElasticHybrid, ELA02_heirs_end_while_they_finish_an_update) {
 TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_hosts_shrink_and_end_until_one_rank_is_left) {
   for (const auto& trained : hybrids) {
     SCOPED_TRACE(name_of(trained));
-    die_at({{2, 2}, "auto"}, {{1, Moment::in_update, 3}, {0, Moment::before_forward, 6}, {3, Moment::in_backward, 9}},
-           trained);
+    test::die_on_hosts({{2, 2}, "auto"},
+                       {{1, Moment::in_update, 3}, {0, Moment::before_forward, 6}, {3, Moment::in_backward, 9}},
+                       trained);
   }
 }
 

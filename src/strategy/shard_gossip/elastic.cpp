@@ -50,22 +50,28 @@ void ShardGossipOptimizerCore::unguard() {
   state().everybody = state().group;
 }
 
+// Once for each version: a step that all ranks refuse is done again, and what others have shown is read once.
 void ShardGossipOptimizerCore::gather() {
   auto& gossip = *gossip_;
-  gossip.gathered.resize(gossip.buckets.size());
-  for (size_t i = 0; i < gossip.buckets.size(); ++i) {
-    const auto& bucket = gossip.buckets[i];
-    const auto [own, others] = gossip.mixing->gather(i);
-    if (!others.defined()) continue;
-    auto& kept = gossip.gathered[i];
-    if (!kept.defined()) kept = state().group.allocate(bucket.numel(), at::TensorOptions(bucket.dtype()));
-    kept.copy_(others);
-    const auto views = bucket.views_of(kept);
-    for (size_t member = 0; member < views.size(); ++member) {
-      const auto& values = bucket.members()[member].parameter;
-      state().commit.mixed_in[values.unsafeGetTensorImpl()] = {.others = views[member], .own = own};
+  if (gossip.mixed_at != gossip.mixing->version()) {
+    gossip.mixed_in.clear();
+    gossip.gathered.resize(gossip.buckets.size());
+    for (size_t i = 0; i < gossip.buckets.size(); ++i) {
+      const auto& bucket = gossip.buckets[i];
+      const auto [own, others] = gossip.mixing->gather(i);
+      if (!others.defined()) continue;
+      auto& kept = gossip.gathered[i];
+      if (!kept.defined()) kept = state().group.allocate(bucket.numel(), at::TensorOptions(bucket.dtype()));
+      kept.copy_(others);
+      const auto views = bucket.views_of(kept);
+      for (size_t member = 0; member < views.size(); ++member) {
+        const auto& values = bucket.members()[member].parameter;
+        gossip.mixed_in[values.unsafeGetTensorImpl()] = {.others = views[member], .own = own};
+      }
     }
+    gossip.mixed_at = gossip.mixing->version();
   }
+  state().commit.mixed_in = gossip.mixed_in;
 }
 
 void ShardGossipOptimizerCore::show_update() {
@@ -97,6 +103,8 @@ void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& 
   gossip.sizes.clear();
   for (const auto& host : ranks) gossip.sizes.push_back(static_cast<int>(host.size()));
   gossip.gathered.clear();
+  gossip.mixed_in.clear();
+  gossip.mixed_at.reset();
   gossip.remaining.reset();
   const auto present = names_of_hosts(everybody);
   std::vector<int> absent;

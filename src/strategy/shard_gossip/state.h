@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/elastic/guarded_update.h"
 #include "engine/elastic/kept_values.h"
 #include "shoal/shard_gossip.h"
 #include "strategy/decentralized/averaging.h"
@@ -42,6 +43,8 @@ struct ShardGossipOptimizerCore::Gossip {
   std::unique_ptr<KeptValues> kept{};  // in place of `own`
   std::optional<int64_t> version{};    // shown last, while the ranks change
   std::vector<at::Tensor> gathered{};  // by bucket: what a step mixes in, where the ranks of this host can read it
+  MixedInTo mixed_in{};                // the same by what this rank updates
+  std::optional<int64_t> mixed_at{};   // version for which it was gathered
 };
 
 }  // namespace shoal
