@@ -91,6 +91,20 @@ TEST(Launch, SCA09_a_failure_on_one_node_ends_the_ranks_of_the_other) {
   }
 }
 
+// They would wait for it for 60 s.
+TEST(Launch, ELA01_a_rank_that_ends_before_an_elastic_job_begins_is_named_at_once) {
+  const std::string train = std::string(SHOAL) + " train --model mlp --data reference --steps 5 --elastic 1";
+  const auto dies = [&](int rank) { return "[ $RANK = " + std::to_string(rank) + " ] && exit 3; exec " + train; };
+  const auto alone = run({SHOAL, "launch", "-n", "3", "--elastic", "1", "--", "sh", "-c", dies(1)}, 50);
+  const auto nodes = launch_nodes({"--elastic", "1", "--", "sh", "-c", dies(3)});
+  EXPECT_TRUE(contains(alone, "rank 1 has ended, as its launcher says, before it appeared")) << alone.output;
+  EXPECT_TRUE(contains(nodes[0], "rank 3 has ended, as its launcher says, before it appeared")) << nodes[0].output;
+  for (const auto& one : {alone, nodes[0], nodes[1]}) {
+    EXPECT_NE(one.code, 0);
+    EXPECT_LT(one.seconds, 25);
+  }
+}
+
 // Also of node 0, whose launcher has the store.
 TEST(Launch, ELA01_an_elastic_job_goes_on_when_all_ranks_of_a_node_have_failed) {
   const TempFolder folder;

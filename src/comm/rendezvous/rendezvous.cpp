@@ -196,6 +196,7 @@ class Room {
     present_.peers.resize(placement_.size);
     std::vector<int> missing(placement_.size);
     for (int rank = 0; rank < placement_.size; ++rank) missing[rank] = rank;
+    int rounds = 0;
     while (true) {
       if (const auto error = published_error()) {
         leave();
@@ -210,11 +211,21 @@ class Room {
         return true;
       });
       if (missing.empty()) return;
+      if (++rounds % 50 == 0) look_for_ended(missing);
       if (std::chrono::steady_clock::now() > deadline) {
         fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {} within {} s", fmt::join(missing, ", "),
                                     placement_.size, store_name(placement_), timeout_));
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+
+  // A launcher that lets the others go on says which processes have ended. They will not come.
+  void look_for_ended(const std::vector<int>& missing) {
+    for (const int rank : missing) {
+      if (!store_->check({ended_key(placement_.generation, rank)})) continue;
+      fail<CommError>(fmt::format("rank {} has ended, as its launcher says, before it appeared at {}", rank,
+                                  store_name(placement_)));
     }
   }
 

@@ -263,6 +263,7 @@ std::string JobStore::failure_elsewhere() const {
 }
 
 void JobStore::report_end(int rank) {
+  if (state_->nodes == 1 && state_->server) state_->server->report_end(generation, rank);
   state_->report({ended_key(generation, rank), "ended", false});
 }
 

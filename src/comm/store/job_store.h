@@ -43,7 +43,7 @@ class JobStore {
   void report_failure(const std::string& text);
   // What another launcher has reported; empty: nothing.
   std::string failure_elsewhere() const;
-  // That the process of a rank has ended, well or not, for ranks of an elastic job on other nodes.
+  // That the process of a rank has ended, well or not, for ranks that wait for it to come, and for those of an elastic job on other nodes.
   void report_end(int rank);
   // Before begin(), on all nodes: what launchers find that come to the job. most_ranks 0: none may.
   void open(const Terms& terms);

@@ -70,7 +70,7 @@ inline std::string first_failure_key(const std::string& generation) {
   return "shoal/" + generation + "/first_failure";
 }
 
-// Key that a launcher sets once the process of a rank has ended, in a job of several nodes.
+// Key that a launcher sets once the process of a rank has ended.
 inline std::string ended_key(const std::string& generation, int rank) {
   return "shoal/" + generation + "/ended/" + std::to_string(rank);
 }

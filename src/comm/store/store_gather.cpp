@@ -26,11 +26,22 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
       if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
       if (world.options.while_waiting) world.options.while_waiting();
     }
-    if (SteadyClock::now() > deadline) {
+    const auto absent = [&] {
       std::vector<int> late;
       for (size_t other = 0; other < keys.size(); ++other) {
         if (!store.check({keys[other]})) late.push_back(world_ranks[other]);
       }
+      return late;
+    };
+    if (attempt % 500 == 499 && !world.watch) {  // on another host, of which only a launcher can tell
+      for (const int late : absent()) {
+        if (!store.check({ended_key(world.placement.generation, late)})) continue;
+        throw CommError(fmt::format("rank {} has ended, as its launcher says, before it reached {}", late, topic),
+                        late);
+      }
+    }
+    if (SteadyClock::now() > deadline) {
+      const auto late = absent();
       throw CommError(
           fmt::format("not all ranks reached {} within {} s: rank {} has not made this group, which each of its "
                       "ranks must, with the same ranks (in Python, every rank calls new_group())",

@@ -175,4 +175,11 @@ void StoreServer::report_failure(const std::string& text) {
   }
 }
 
+void StoreServer::report_end(const std::string& generation, int rank) {
+  try {
+    store_set(*state_->store, ended_key(generation, rank), "ended");
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the report only makes others wait less
+  }
+}
+
 }  // namespace shoal

@@ -42,6 +42,8 @@ class StoreServer {
   // Publishes why a peer is gone, as a sentence ("rank 1 was killed by signal 9 (SIGKILL)"). The first report counts.
   // Never throws.
   void report_failure(const std::string& text);
+  // That the process of a rank has ended, for those that wait for it to come. Never throws.
+  void report_end(const std::string& generation, int rank);
 
  private:
   struct State;
