@@ -390,10 +390,11 @@ TEST(Launch, a_port_in_use_is_named_before_any_rank_starts) {
 TEST(Launch, no_rank_outlives_a_launcher_that_is_killed) {
   const TempFolder folder;
   const auto pids = folder.file("pids");
-  const auto ended = run({"sh", "-c",
-                          std::string(SHOAL) + " launch -n 2 -- sh -c 'echo $$ >> " + pids + "; exec sleep 50' & " +
-                              "sleep 1; kill -9 $!; sleep 1"},
-                         20);
+  const auto ended =
+      run({"sh", "-c",
+           std::string(SHOAL) + " launch -n 2 -- sh -c 'echo $$ >> " + pids + "; exec sleep 50' & " +
+               "until [ \"$(cat " + pids + " 2>/dev/null | wc -l)\" = 2 ]; do sleep 0.05; done; kill -9 $!; sleep 1"},
+          20);
   std::ifstream file(pids);
   int pid = 0;
   int count = 0;
@@ -484,11 +485,14 @@ TEST(Launch, nohup_is_respected) {
 }
 
 TEST(Launch, a_stop_grace_may_be_longer_than_a_clock_can_say) {
-  for (const auto* grace : {"1e12", "inf"}) {
+  const TempFolder folder;
+  for (const std::string grace : {"1e12", "inf"}) {
+    const auto ready = folder.file(grace);
     const auto ended = run({"sh", "-c",
                             std::string(SHOAL) + " launch -n 1 --stop-grace " + grace +
-                                " -- sh -c 'trap \"sleep 1; echo saved; exit 0\" INT; while :; do sleep 0.1; done' & "
-                                "pid=$!; sleep 1; kill -INT $pid; wait $pid"},
+                                " -- sh -c 'trap \"sleep 1; echo saved; exit 0\" INT; echo > " + ready +
+                                "; while :; do sleep 0.1; done' & pid=$!; until [ -e " + ready +
+                                " ]; do sleep 0.05; done; kill -INT $pid; wait $pid"},
                            20);
     EXPECT_EQ(ended.code, 130) << ended.output;
     EXPECT_TRUE(contains(ended, "saved")) << grace << ": " << ended.output;
