@@ -107,6 +107,17 @@ TEST_F(BEY09, names_different_shapes) {
       {"rank 0 called all_reduce(sum, ", " x Float)"});
 }
 
+TEST_F(BEY09, names_a_call_that_is_empty_on_one_rank) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        auto part = tensor.narrow(0, 0, odd_one() ? 0 : 1);
+        group.all_reduce(part).wait();
+        auto next = tensor.narrow(0, 1, 1);
+        group.all_reduce(next).wait();
+      },
+      {"rank 0 called all_reduce(sum, 1 x Float)", "called all_reduce(sum, 0 x Float)"});
+}
+
 TEST_F(BEY09, names_different_dtypes_of_equal_size) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kInt) : tensor).wait(); },
@@ -194,6 +205,25 @@ void expect_different_groups_named() {
 TEST_F(BEY09, names_different_groups) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   for (int i = 0; i < 4; ++i) expect_different_groups_named();
+}
+
+// Rank 0 only looks whether the first one is finished, and would go on.
+TEST_F(BEY09, a_wait_with_a_limit_is_no_difference) {
+  const auto first = fresh();
+  const auto second = fresh();
+  auto one = at::ones({1}), other = at::ones({1});
+  world().group().barrier().wait();
+  if (world().rank() == 0) {
+    auto work = first.all_reduce(one);
+    EXPECT_FALSE(work.wait_for(std::chrono::milliseconds(2500)));
+    second.all_reduce(other).wait();
+    work.wait();
+  } else {
+    second.all_reduce(other).wait();
+    first.all_reduce(one).wait();
+  }
+  EXPECT_EQ(one.item<float>(), world().size());
+  EXPECT_EQ(other.item<float>(), world().size());
 }
 
 // While the thread lives it might call what another rank waits for; after that it cannot.

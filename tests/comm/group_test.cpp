@@ -162,7 +162,40 @@ TEST(Group, sending_to_itself_is_an_error) {
 
 TEST(Group, barrier_and_empty_tensors_finish) {
   group().barrier().wait();
-  group().all_reduce(at::empty({0})).wait();
+  const auto none = at::empty({0});
+  auto one = at::ones({1});
+  group().all_reduce(none).wait();
+  group().reduce_scatter(at::empty({0}), none).wait();
+  group().all_gather(at::empty({0}), none).wait();
+  group().broadcast(none, 0).wait();
+  group().all_to_all(at::empty({0}), none).wait();
+  const std::vector<at::Tensor> parts(group().rank() == 0 ? group().size() : 0, none);
+  group().gather(parts, none, 0).wait();
+  group().scatter(at::empty({0}), parts, 0).wait();
+  if (group().size() > 1 && group().rank() == 0) group().send(none, 1).wait();
+  if (group().rank() == 1) group().recv(none, 0).wait();
+  group().all_reduce(one).wait();
+  EXPECT_EQ(one.item<float>(), group().size());
+}
+
+TEST(Group, messages_may_be_received_in_another_order_than_they_were_sent) {
+  if (group().size() == 1) GTEST_SKIP() << "a rank cannot send to itself";
+  constexpr int count = 40;
+  for (const int64_t numel : {1, 1000, 300000}) {
+    for (const bool shared : {false, true}) {
+      std::vector<at::Tensor> tensors;
+      std::vector<Work> works;
+      for (int tag = 0; tag < count; ++tag) {
+        auto& tensor = tensors.emplace_back(shared ? group().allocate(numel, at::kFloat) : at::zeros({numel}));
+        if (group().rank() == 0) works.push_back(group().send(tensor.fill_(tag + 1), 1, tag));
+      }
+      for (int tag = count - 1; tag >= 0 && group().rank() == 1; --tag) {
+        group().recv(tensors[tag], 0, tag).wait();
+        ASSERT_TRUE((tensors[tag] == tag + 1).all().item<bool>()) << tag;
+      }
+      for (auto& work : works) work.wait();
+    }
+  }
 }
 
 TEST(Group, work_owns_its_tensors) {
@@ -223,6 +256,12 @@ TEST(Group, refuses_wrong_arguments) {
   EXPECT_THROW(group().all_reduce(at::ones({4, 4}).t()), UsageError);
   EXPECT_THROW(group().broadcast(at::ones({1}), group().size()), UsageError);
   EXPECT_THROW(group().all_gather(at::ones({1}), at::ones({7})), UsageError);
+  EXPECT_THROW(group().send(at::ones({1}), (group().rank() + 1) % group().size(), -1), UsageError);
+  std::vector<at::Tensor> parts(group().size(), at::ones({3}));
+  parts.back() = at::ones({1});
+  EXPECT_THROW(group().gather(parts, at::ones({3}), group().rank()), UsageError);
+  EXPECT_THROW(group().scatter(at::ones({3}), parts, group().rank()), UsageError);
+  EXPECT_THROW(group().gather({}, at::ones({3}), group().rank()), UsageError);
   EXPECT_THROW(group().subgroup({0, 0}), UsageError);
   EXPECT_THROW(group().subgroup({group().size()}), UsageError);
   group().barrier().wait();  // and can continue

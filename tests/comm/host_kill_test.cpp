@@ -5,10 +5,12 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <torch/types.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <filesystem>
@@ -172,6 +174,72 @@ TEST(HostKill, a_rank_may_end_right_after_a_collective_that_others_still_carry_o
     const bool sums = op != Op::all_gather && op != Op::broadcast;
     EXPECT_EQ(ended[0].text, sums ? "3" : "2");
     EXPECT_EQ(ended[1].text.find("error"), std::string::npos) << ended[1].text;
+  }
+}
+
+// Rank 1 has sent its part of a gather and ends, while rank 2's takes much longer.
+TEST(HostKill, a_rank_may_end_while_others_still_send) {
+  auto* stage = static_cast<std::atomic<int>*>(
+      mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  *stage = 0;
+  WorldOptions options;
+  options.transport = "tcp";
+  options.stopped_timeout_seconds = 60;
+  const auto body = [stage](const World& world) -> std::string {
+    const auto& group = world.group();
+    const int64_t numel = 25'000'000;
+    const auto input = at::full({numel}, group.rank() + 1, at::kFloat);
+    std::vector<at::Tensor> outputs;
+    for (int rank = 0; group.rank() == 0 && rank < group.size(); ++rank) outputs.push_back(at::empty({numel}));
+    group.barrier().wait();
+    auto work = group.gather(outputs, input, 0);
+    if (group.rank() == 2) *stage = 1;
+    work.wait();
+    if (group.rank() == 2) *stage = 2;
+    if (group.rank() == 1) *stage = *stage == 1 ? 3 : 4;
+    return outputs.empty() ? "sent" : fmt::format("{} {}", outputs[1][-1].item<float>(), outputs[2][-1].item<float>());
+  };
+  const auto stop = [stage](const std::vector<pid_t>& ranks) {
+    while (*stage == 0) usleep(100);
+    kill(ranks[2], SIGSTOP);
+    for (int look = 0; look < 20000 && *stage < 3; ++look) usleep(1000);
+    usleep(2'000'000);
+    kill(ranks[2], SIGCONT);
+  };
+  const auto ended = test::run_ranks(3, body, stop, options);
+  EXPECT_EQ(ended[0].text, "2 3");
+  EXPECT_EQ(ended[1].text, "sent");
+  EXPECT_EQ(ended[2].text, "sent");
+  munmap(stage, sizeof(std::atomic<int>));
+}
+
+// A program that only asks whether its work is done comes to an end when a peer has died.
+TEST(HostKill, work_with_a_dead_rank_is_done) {
+  for (const auto* transport : {"host", "tcp", "gloo"}) {
+    SCOPED_TRACE(transport);
+    WorldOptions options;
+    options.transport = transport;
+    const auto ended = test::run_ranks(
+        2,
+        [](const World& world) -> std::string {
+          world.group().barrier().wait();
+          if (world.rank() == 1) raise(SIGKILL);
+          auto tensor = at::ones({8});
+          const auto begin = std::chrono::steady_clock::now();
+          try {
+            auto work = world.group().all_reduce(tensor);
+            while (!work.done()) {
+              if (std::chrono::steady_clock::now() - begin > std::chrono::seconds(10)) return "never done";
+              std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+            work.wait();
+          } catch (const CommError& error) {
+            return error.what();
+          }
+          return "no error";
+        },
+        {}, options);
+    EXPECT_NE(ended[0].text.find("rank 1"), std::string::npos) << ended[0].text;
   }
 }
 

@@ -37,7 +37,7 @@ StuckWait::StuckWait(const GroupState& group, const Call& call, std::optional<ui
       next_look_(next_told_),
       interval_(patience) {}
 
-std::optional<std::string> StuckWait::look() {
+std::optional<std::string> StuckWait::look(bool to_the_end) {
   const auto now = Clock::now();
   if (now < next_told_ || !group_.world->meeting.store) return std::nullopt;
   next_told_ = now + between_questions;
@@ -46,6 +46,7 @@ std::optional<std::string> StuckWait::look() {
   interval_ = std::min<Clock::duration>(2 * interval_, rarely);
   return answer_of([&]() -> std::optional<std::string> {
     if (auto difference = disagreement_.look()) return difference;
+    if (!to_the_end) return std::nullopt;
     if (!std::exchange(posted_, true)) {
       mutual_.post();
       return std::nullopt;

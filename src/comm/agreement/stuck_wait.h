@@ -17,8 +17,9 @@ class StuckWait {
   // number: of the collective among those of its group; without one only told() yields anything.
   StuckWait(const GroupState& group, const Call& call, std::optional<uint64_t> number);
 
-  // Call at short intervals while the wait lasts.
-  std::optional<std::string> look();
+  // Call at short intervals while the wait lasts. to_the_end: this thread does nothing else until the collective is
+  // finished; otherwise it does not say that it waits.
+  std::optional<std::string> look(bool to_the_end);
   // Call at short intervals after the transport has failed, possibly because ranks call different things.
   std::optional<std::string> look_after_failure();
   // A sentence that other ranks have found.

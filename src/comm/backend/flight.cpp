@@ -80,7 +80,8 @@ void Flight::wait(Milliseconds limit) {
   while (!over_) {
     Milliseconds slice(100);
     if (limit.count() > 0) {
-      slice = std::min(slice, std::chrono::ceil<Milliseconds>(begin + limit - Clock::now()));
+      // Without an overflow for limits that stand for "for ever".
+      slice = std::min(slice, limit - std::chrono::floor<Milliseconds>(Clock::now() - begin));
       if (slice.count() <= 0) {
         throw CommError(
             fmt::format("an operation of group '{}' has not finished within {} s, the limit of this wait; it "

@@ -1,5 +1,7 @@
 #include "comm/backend/group_backend.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <iterator>
 
@@ -116,7 +118,10 @@ c10d::ErrorType GroupBackend::getError() {
 }
 
 void GroupBackend::abort() {
-  state_of(group_)->progress->failure.set("this rank has aborted the process group");
+  const auto& state = *state_of(group_);
+  state.progress->failure.set("this rank has aborted the process group");
+  const int rank = state.world->placement.rank;
+  state.progress->transport->abandon({fmt::format("rank {} has aborted the process group", rank), rank});
 }
 
 void GroupBackend::shutdown() {
@@ -309,11 +314,7 @@ GroupBackend::Pending GroupBackend::alltoall_base(at::Tensor& output, at::Tensor
   c10d::checkSplitSizes(output_splits, output, size_);
   const auto from = job.operands.input(input);
   const auto to = job.operands.output(output);
-  if (output_splits.empty() && input_splits.empty()) {
-    job.issue(Op::all_to_all, {from}, {to});
-    return job.end({input}, {output});
-  }
-  // Equal parts on one side say nothing about the other side; lists on both sides are always right.
+  // Equal parts on this rank say nothing about another one's; lists are always right.
   const auto cut = [this](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
     const std::vector<int64_t> equal(size_, tensor.size(0) / size_);
     return tensor.split_with_sizes(splits.empty() ? equal : splits, 0);

@@ -1,12 +1,25 @@
 #include "comm/backend/operands.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "shoal/error.h"
 
 namespace shoal {
+namespace {
+
+// Work may end on another thread, which is not in the InferenceMode that the tensor was made in.
+std::function<void()> copying(const at::Tensor& copy, const at::Tensor& tensor) {
+  return [copy, target = tensor.detach()] {
+    const c10::InferenceMode mode(target.is_inference());
+    const c10::NoGradGuard no_grad;
+    target.copy_(copy);
+  };
+}
+
+}  // namespace
 
 void Operands::refuse(const std::string& why) const {
   throw UsageError(fmt::format("{}: {}", operation_, why));
@@ -44,18 +57,19 @@ at::Tensor Operands::output(const at::Tensor& tensor) {
   const c10::NoGradGuard no_grad;
   if (fits(tensor)) return tensor.detach();
   const auto copy = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
-  finish_.emplace_back([copy, target = tensor.detach()] { target.copy_(copy); });
+  finish_.push_back(copying(copy, tensor));
   return copy;
 }
 
 at::Tensor Operands::in_out(const at::Tensor& tensor) {
   const auto copy = input(tensor);
-  if (!fits(tensor)) finish_.emplace_back([copy, target = tensor.detach()] { target.copy_(copy); });
+  if (!fits(tensor)) finish_.push_back(copying(copy, tensor));
   return copy;
 }
 
 void Operands::divide_when_done(const at::Tensor& result, int64_t divisor) {
   finish_.insert(finish_.begin(), [result = result.detach(), divisor] {
+    const c10::InferenceMode mode(result.is_inference());
     const c10::NoGradGuard no_grad;
     at::Tensor(result).div_(divisor, "trunc");
   });

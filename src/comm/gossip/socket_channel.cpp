@@ -126,7 +126,14 @@ class SocketChannel : public GossipChannel {
 
   bool gone(int rank, int64_t version) override {
     const std::lock_guard lock(mutex_);
-    return peers_[rank].gone && peers_[rank].last_version < version;
+    const auto& peer = peers_[rank];
+    if (!peer.gone || peer.last_version >= version) return false;
+    // One that was killed has announced nothing, but all of its values may have come.
+    for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
+      const auto shown = peer.shown.find(buffer);
+      if (shown == peer.shown.end() || shown->second.lower_bound(version) == shown->second.end()) return true;
+    }
+    return buffers_.empty();
   }
 
   void forget() override {

@@ -41,8 +41,9 @@ void check(const Call& call, int rank, int size) {
   require(!has_peer || from_any || (call.peer >= 0 && call.peer < size), call,
           [&] { return fmt::format("rank {} is not in a group of {}", call.peer, size); });
   require(!from_any || size > 1, call, "a group of one rank has nobody to receive from");
-  require((call.op != Op::send && call.op != Op::recv) || call.peer != rank, call,
-          "a rank cannot send to itself: copy the tensor");
+  const bool is_message = call.op == Op::send || call.op == Op::recv;
+  require(!is_message || call.peer != rank, call, "a rank cannot send to itself: copy the tensor");
+  require(!is_message || call.tag >= 0, call, "the tag of a message must not be negative");
   const auto ranks = static_cast<size_t>(size);
   for (const auto* list : {&call.inputs, &call.outputs}) {
     require(list->size() <= 1 || list->size() == ranks, call, "a list of tensors needs one per rank");
@@ -57,6 +58,18 @@ void check(const Call& call, int rank, int size) {
       require(tensor.device() == first[0].device(), call, "tensors are on different devices");
     }
   }
+  if (call.op == Op::gather || call.op == Op::scatter) {
+    const bool gathers = call.op == Op::gather;
+    const auto& parts = gathers ? call.outputs : call.inputs;
+    require(rank != call.peer || parts.size() == ranks, call, "the root needs a list of one tensor per rank");
+    const auto own = (gathers ? call.inputs : call.outputs)[0].numel();
+    for (const auto& part : parts) {
+      require(part.numel() == own, call, [&] {
+        return fmt::format("every {} must be as large as the {}: one has {} elements, this {}",
+                           gathers ? "output" : "input", gathers ? "input" : "output", part.numel(), own);
+      });
+    }
+  }
   if (call.inputs.size() != 1 || call.outputs.size() != 1) return;
   const auto in = call.inputs[0].numel();
   const auto out = call.outputs[0].numel();
@@ -66,15 +79,6 @@ void check(const Call& call, int rank, int size) {
     require(in == out && in % size == 0, call, "input and output must be size() equal parts");
   require(call.op != Op::all_to_all || size == 1 || in == 0 || call.inputs[0].data_ptr() != call.outputs[0].data_ptr(),
           call, "input and output must not share memory");
-}
-
-// True if the call moves no data on any rank. Parts of unequal size may be empty on one rank only.
-bool is_empty(const Call& call) {
-  const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
-  if (lists && call.op != Op::gather && call.op != Op::scatter) return false;
-  const auto empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
-  return call.op != Op::barrier && std::all_of(call.inputs.begin(), call.inputs.end(), empty) &&
-         std::all_of(call.outputs.begin(), call.outputs.end(), empty);
 }
 
 // Neither logged nor counted: it is no call of the program.
@@ -137,7 +141,6 @@ Work issue(const Group& group, Call call) {
     throw CommError(fmt::format("group '{}' cannot be used after an earlier failure: {}", state->name, failure));
   }
   std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
-  if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip the call
   introduce(state, call);
   const CallWatch telemetry(*state, call);
   check_agreement(state, call);

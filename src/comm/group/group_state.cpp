@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <thread>
 
 #include "comm/agreement/fingerprint.h"
@@ -30,6 +31,7 @@ GroupProgress::~GroupProgress() {
 
 namespace {
 constexpr const char* check_suffix = "/checks";
+constexpr Milliseconds patience_of_polls(100);
 }  // namespace
 
 bool compares_calls(const std::string& group) {
@@ -82,21 +84,6 @@ std::string who_may_be_late(const GroupState& group, const std::string& missing)
   return fmt::format(
       "a rank is late, does not call the same operations, or, as rank(s) {} on other hosts, cannot be reached",
       fmt::join(elsewhere, ", "));
-}
-
-// A message concerns its two ranks alone: others may have ended. One from any source may come from every rank that is
-// still there.
-std::optional<Fault> fault_of_peers(const GroupState& group, const Call& call) {
-  auto& liveness = *group.world->liveness;
-  if (!is_message(call)) return liveness.check(group.world_ranks);
-  if (call.peer >= 0) return liveness.check({group.world_ranks[call.peer]});
-  std::optional<Fault> fault;
-  for (const int rank : group.world_ranks) {
-    if (rank == group.world->placement.rank) continue;
-    fault = liveness.check({rank});
-    if (!fault) break;
-  }
-  return fault;
 }
 
 // True if this is the group's first failure.
@@ -181,8 +168,31 @@ PendingWork::~PendingWork() {
   }
 }
 
+// What a wait remembers from one slice to the next.
+struct PendingWork::Waiting {
+  Clock::time_point deadline;
+  StuckWait stuck;
+  bool last_chance = false;  // a peer may have finished this operation and then ended normally
+};
+
+// What done() remembers.
+struct PendingWork::Polling {
+  Clock::time_point deadline;
+  Clock::time_point next_look;  // at the peers
+};
+
+// A failed operation counts as done, so that a program that polls it ends; wait() tells.
 bool PendingWork::done() {
-  return finished_ || work_->done();
+  if (finished_ || work_->done() || !group_->progress->failure.text().empty()) return true;
+  const auto now = Clock::now();
+  if (!polling_) polling_.reset(new Polling{now + timeout(), now + patience_of_polls});
+  if (now < polling_->next_look) return false;
+  polling_->next_look = now + patience_of_polls;
+  const auto* watch = group_->world->watch.get();
+  if ((watch != nullptr && watch->raised()) || fault_of_peers()) return true;
+  if (now < polling_->deadline) return false;
+  if (!waiting_) waiting_.reset(new Waiting{now, stuck()});
+  return true;
 }
 
 void PendingWork::wait() {
@@ -196,29 +206,24 @@ void PendingWork::wait() {
 void PendingWork::wait_to_the_end() {
   constexpr Milliseconds slice(100);
   const auto& while_waiting = group_->world->options.while_waiting;
-  while (!wait_slice(slice)) {
+  while (!wait_slice(slice, /*to_the_end=*/true)) {
     if (while_waiting) while_waiting();
   }
 }
 
 bool PendingWork::wait_for(Milliseconds limit) {
   if (finished_) return true;
-  if (!wait_slice(limit)) return false;
+  if (!wait_slice(limit, /*to_the_end=*/false)) return false;
   watch_.finished(*group_, call_);
   return true;
 }
 
-// What a wait remembers from one slice to the next.
-struct PendingWork::Waiting {
-  Clock::time_point deadline;
-  StuckWait stuck;
-  bool last_chance = false;  // a peer may have finished this operation and then ended normally
-};
-
 Milliseconds PendingWork::timeout() const {
-  if (call_.timeout) return *call_.timeout;
-  const auto of_group = group_->progress->timeout_ms.load();
-  return of_group > 0 ? Milliseconds(of_group) : std::chrono::seconds(group_->world->options.timeout_seconds);
+  constexpr Milliseconds longest = std::chrono::hours(24 * 365 * 10);  // deadlines must not overflow
+  if (call_.timeout) return std::min(*call_.timeout, longest);
+  const Milliseconds of_group(group_->progress->timeout_ms.load());
+  return of_group.count() > 0 ? std::min(of_group, longest)
+                              : std::chrono::seconds(group_->world->options.timeout_seconds);
 }
 
 void PendingWork::require_generation() {
@@ -233,7 +238,43 @@ void PendingWork::require_generation() {
                   found == group_->world_ranks.end() ? -1 : static_cast<int>(found - group_->world_ranks.begin()));
 }
 
-bool PendingWork::wait_slice(Milliseconds limit) {
+std::optional<Fault> PendingWork::fault_of_peers() {
+  auto& liveness = *group_->world->liveness;
+  const int own = group_->world->placement.rank;
+  std::vector<int> needed;
+  // A message concerns its two ranks alone: others may have ended.
+  if (is_message(call_)) {
+    if (call_.peer >= 0) return liveness.check({group_->world_ranks[call_.peer]});
+    needed = group_->world_ranks;
+  } else {
+    std::copy_if(group_->world_ranks.begin(), group_->world_ranks.end(), std::back_inserter(needed),
+                 [&](int rank) { return rank != own && work_->needs(rank); });
+    return liveness.check(needed);
+  }
+  // One from any source may come from every rank that is still there.
+  std::optional<Fault> fault;
+  for (const int rank : needed) {
+    if (rank == own) continue;
+    fault = liveness.check({rank});
+    if (!fault) break;
+  }
+  return fault;
+}
+
+// A transport progresses its own operations while it is waited for; a peer may wait for another group first.
+bool PendingWork::wait_for_transport(Milliseconds limit, Milliseconds left) {
+  const auto& memory = group_->world->memory;
+  if (!memory || group_->transport->name() == "host") return work_->wait_for(limit, left);
+  constexpr Milliseconds brief(1);
+  const auto end = Clock::now() + limit;
+  while (Clock::now() + brief < end && memory->in_flight()) {
+    memory->poll();
+    if (work_->wait_for(brief, left)) return true;
+  }
+  return work_->wait_for(std::max(std::chrono::floor<Milliseconds>(end - Clock::now()), Milliseconds(0)), left);
+}
+
+bool PendingWork::wait_slice(Milliseconds limit, bool to_the_end) {
   if (const auto failure = group_->progress->failure.text(); !failure.empty()) fail(-1, failure);
   auto& world = *group_->world;
   if (!waiting_) {
@@ -244,11 +285,14 @@ bool PendingWork::wait_slice(Milliseconds limit) {
   constexpr Milliseconds last_slice(500);
   const auto left = std::chrono::ceil<Milliseconds>(waiting_->deadline - Clock::now());
   try {
-    finished_ = work_->wait_for(waiting_->last_chance ? last_slice : std::clamp(left, Milliseconds(0), limit),
-                                std::max(left, Milliseconds(1)));
+    finished_ = wait_for_transport(waiting_->last_chance ? last_slice : std::clamp(left, Milliseconds(0), limit),
+                                   std::max(left, Milliseconds(1)));
   } catch (const DisagreeError& error) {
     if (group_->progress->transport->checks_agreement()) disagree(error.what());
     fail_from(error);  // the error concerns some ranks, and a part of the operation
+  } catch (const Abandoned& error) {
+    require_generation();
+    fail(error.culprit(), error.what());
   } catch (const std::exception& error) {
     fail_from(error);
   }
@@ -257,8 +301,8 @@ bool PendingWork::wait_slice(Milliseconds limit) {
     return true;
   }
   require_generation();
-  if (const auto difference = stuck.look()) disagree(*difference);
-  if (const auto fault = fault_of_peers(*group_, call_)) {
+  if (const auto difference = stuck.look(to_the_end)) disagree(*difference);
+  if (const auto fault = fault_of_peers()) {
     if (waiting_->last_chance) fail(fault->world_rank, fault->text);
     waiting_->last_chance = true;
   }
@@ -304,10 +348,25 @@ void PendingWork::fail_from(const std::exception& error) {
        fmt::format("the {} transport failed and no rank of this host is gone ({})", group_->transport->name(), text));
 }
 
+void PendingWork::abandon(const std::string& why, int culprit) {
+  if (group_->world->watch) return;  // in an elastic job the ranks that go on give up the group together
+  const bool names_rank = why.rfind("rank ", 0) == 0;
+  const auto text = names_rank ? why : fmt::format("rank {} has failed: {}", group_->world->placement.rank, why);
+  group_->progress->transport->abandon({text, culprit});
+  // Threads of c10d's backends notice it a little later.
+  const auto deadline = Clock::now() + Milliseconds(100);
+  while (work_ && group_->transport->joins_threads() && !work_->done() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(Milliseconds(1));
+  }
+}
+
 void PendingWork::disagree(const std::string& difference) {
   set_failure(*group_, difference);
   // If the transport does not tell the other ranks, they read it from the store, which this rank may host.
-  if (!group_->progress->transport->checks_agreement()) group_->world->liveness->stay_for_others();
+  if (!group_->progress->transport->checks_agreement()) {
+    group_->world->liveness->stay_for_others();
+    abandon(difference, -1);
+  }
   throw DisagreeError(
       fmt::format("{} (detected by rank {} in group '{}')", difference, group_->world->placement.rank, group_->name));
 }
@@ -320,6 +379,7 @@ void PendingWork::fail(int rank, const std::string& why) {
   // In an elastic job this rank goes on, so others need not know why it has ended.
   if (set_failure(state, why) && !state.world->watch) {
     state.world->liveness->publish(rank, why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
+    abandon(why, rank);
   }
   const auto found = std::find(state.world_ranks.begin(), state.world_ranks.end(), rank);
   throw CommError(fmt::format("{} (detected by rank {} in group '{}', operation #{}: {})", why,

@@ -8,10 +8,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/agreement/call_history.h"
+#include "comm/rendezvous/liveness.h"
 #include "comm/telemetry/call_watch.h"
 #include "comm/transport/transport.h"
 #include "shoal/error.h"
@@ -121,12 +123,19 @@ class PendingWork {
 
  private:
   struct Waiting;
+  struct Polling;
 
   void wait_to_the_end();
   // CommError in an elastic job that has lost a rank.
   void require_generation();
-  // One slice of a wait, and the checks after it; true when finished.
-  bool wait_slice(Milliseconds limit);
+  // One slice of a wait, and the checks after it; true when finished. to_the_end: the caller waits until it is.
+  bool wait_slice(Milliseconds limit, bool to_the_end);
+  // Waits for the transport, and progresses what else is in flight.
+  bool wait_for_transport(Milliseconds limit, Milliseconds left);
+  // A fault of a rank that this operation still needs.
+  std::optional<Fault> fault_of_peers();
+  // Tells the others that this rank has failed, and makes sure that nobody uses its tensors any more.
+  void abandon(const std::string& why, int culprit);
   StuckWait stuck() const;
   Milliseconds timeout() const;
   // why: used unless ranks have called different things, and one of them has ended because of that.
@@ -145,6 +154,7 @@ class PendingWork {
   bool finished_ = false;
   std::unique_ptr<TransportWork> work_;
   std::unique_ptr<Waiting> waiting_;  // since the first wait
+  std::unique_ptr<Polling> polling_;  // since the first done()
 };
 
 }  // namespace shoal

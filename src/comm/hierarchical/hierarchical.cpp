@@ -1,10 +1,14 @@
 #include "comm/hierarchical/hierarchical.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "comm/hierarchical/hierarchical_plan.h"
+#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/transport/empty_call.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -40,9 +44,12 @@ class ChainWork : public TransportWork {
   std::shared_ptr<Chain> chain_;
 };
 
-class Hierarchical : public Transport, public std::enable_shared_from_this<Hierarchical> {
+class Hierarchical : public Transport, public Pollable, public std::enable_shared_from_this<Hierarchical> {
  public:
-  explicit Hierarchical(HierarchicalParts parts) : parts_(std::move(parts)) {}
+  explicit Hierarchical(HierarchicalParts parts) : parts_(std::move(parts)) { parts_.memory->attach(*this); }
+  ~Hierarchical() override {
+    if (!parts_.memory->is_forked_copy()) parts_.memory->detach(*this);
+  }
 
   std::string name() const override { return "host+" + parts_.across->name(); }
   bool joins_threads() const override { return true; }
@@ -53,14 +60,21 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
   void give_up(const std::string& why) override {
     for (const auto& part : {parts_.up, parts_.down, parts_.across, parts_.flat}) part->give_up(why);
   }
+  void abandon(const Abandoned& why) override {
+    for (const auto& part : {parts_.up, parts_.down, parts_.across, parts_.flat}) part->abandon(why);
+  }
+  void await_readers() override {
+    for (const auto& part : {parts_.up, parts_.flat}) part->await_readers();
+  }
   void given_up_by_all() override {
     for (const auto& part : {parts_.up, parts_.down, parts_.across, parts_.flat}) part->given_up_by_all();
   }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     if (call.op == Op::send || call.op == Op::recv) return issue_message(call);
+    if (call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter) require_reducible(call);
     auto chain = std::make_shared<Chain>();
-    chain->waiting = plan_stages(parts_.grid, call);
+    chain->waiting = plan_stages(parts_.grid, is_empty(call) ? as_barrier(call) : call);
     {
       const std::lock_guard lock(mutex_);
       chains_.push_back(chain);
@@ -69,9 +83,19 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
     return std::make_unique<ChainWork>(shared_from_this(), std::move(chain));
   }
 
+  // A thread that waits for another group begins the next stages here.
+  void poll() noexcept override {
+    if (!advancing_) advance();
+  }
+  bool in_flight() override {
+    const std::lock_guard lock(mutex_);
+    return !chains_.empty();
+  }
+
   // Operations pass every channel in the order of the calls, so that all ranks of the channel see the same order.
   void advance() {
     const std::lock_guard lock(mutex_);
+    advancing_ = true;
     for (size_t i = 0; i < chains_.size(); ++i) {
       auto& chain = *chains_[i];
       if (chain.failure) continue;
@@ -82,6 +106,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
       }
     }
     std::erase_if(chains_, [](const auto& chain) { return chain->over(); });
+    advancing_ = false;
   }
 
   bool is_over(const Chain& chain) {
@@ -127,16 +152,10 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
     auto stage = std::move(chain.waiting.front());
     chain.waiting.pop_front();
     for (const auto& call : stage.calls) {
-      // Sizes are the same on all ranks of a channel, so all of them skip the call.
-      if (is_empty(call)) continue;
+      if (is_empty(call)) continue;  // on all ranks of the channel
       chain.running.push_back(transport(stage.channel).issue(call));
     }
     chain.then = std::move(stage.then);
-  }
-
-  static bool is_empty(const Call& call) {
-    const auto bytes = call.bytes();
-    return bytes == 0 && call.op != Op::barrier;
   }
 
   Transport& transport(Channel channel) {
@@ -155,6 +174,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
 
   HierarchicalParts parts_;
   std::mutex mutex_;
+  std::atomic<bool> advancing_ = false;  // the lock is held, perhaps by the thread that asks
   std::deque<std::shared_ptr<Chain>> chains_;
 };
 
@@ -168,7 +188,11 @@ bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {
   const auto end = SteadyClock::now() + slice;
   while (!done()) {
     if (SteadyClock::now() >= end) return false;
-    if (const auto running = transport_->running(*chain_)) running->wait_for(Milliseconds(1), Milliseconds(1));
+    if (const auto running = transport_->running(*chain_)) {
+      running->wait_for(Milliseconds(1), Milliseconds(1));
+    } else {  // an earlier operation has the channel
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
   }
   if (chain_->failure) std::rethrow_exception(chain_->failure);
   return true;

@@ -129,9 +129,17 @@ class Planner {
     return list;
   }
 
-  // Reduction between hosts. An average divides the sum of all, and premultiplied factors apply once, so both use a sum
+  // An average of 16-bit numbers, whose sum may be beyond their range: each level averages. Levels have equal sizes.
+  bool averages_twice() const {
+    if (call_.reduce != ReduceOp::avg) return false;
+    const auto dtype = call_.inputs[0].scalar_type();
+    return dtype == at::kHalf || dtype == at::kBFloat16;
+  }
+
+  // Reduction between hosts. Other averages divide the sum of all, and premultiplied factors apply once, so both use a sum
   // here.
   ReduceOp of_hosts() const {
+    if (averages_twice()) return ReduceOp::avg;
     return call_.reduce == ReduceOp::avg || call_.reduce == ReduceOp::premul_sum ? ReduceOp::sum : call_.reduce;
   }
 
@@ -153,7 +161,7 @@ class Planner {
   }
 
   std::function<void()> division(const at::Tensor& result) const {
-    if (call_.reduce != ReduceOp::avg) return nullptr;
+    if (call_.reduce != ReduceOp::avg || averages_twice()) return nullptr;
     return [result, size = size()] {
       const torch::NoGradGuard no_grad;
       result.div_(size);

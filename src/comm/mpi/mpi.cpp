@@ -9,6 +9,7 @@
 #include "comm/mpi/mpi_work.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/transport/empty_call.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -71,7 +72,7 @@ class MpiTransport : public Transport {
     operation->tensors = call.inputs;
     operation->tensors.insert(operation->tensors.end(), call.outputs.begin(), call.outputs.end());
     try {
-      start(call, *operation);
+      start(is_empty(call) ? as_barrier(call) : call, *operation);
     } catch (const std::exception&) {
       put_in_flight(operation);  // keeps the parts that were started
       throw;

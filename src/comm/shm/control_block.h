@@ -49,10 +49,28 @@ struct ControlBlock {
   std::atomic<uint32_t> readers;  // number of ranks that may still read other ranks' buffers
   std::atomic<uint32_t> users;    // number of ranks that still need this block
   std::atomic<uint32_t> opened;   // number of ranks that have mapped this block
-  std::atomic<uint32_t> fault;    // 0: none, 1: being written, 2: `fault_text` is valid
+  // First reason why the group is unusable: the two lines below are valid from `disagreed` on.
+  enum Fault : uint32_t { none, being_written, disagreed, abandoned };
+  std::atomic<uint32_t> fault;
+  int32_t culprit;  // world rank; -1: unknown
   char fault_text[1000];
+  alignas(cache_line) std::atomic<uint32_t> in_place;        // number of ranks that use other ranks' tensors now
   alignas(cache_line) std::atomic<uint64_t> stage_filled;    // grows by `size` per staged round
   alignas(cache_line) std::atomic<uint64_t> stage_finished;  // grows by `size` per staged round
+};
+
+// Use of other ranks' tensors. A rank that gives the group up sets the fault, and then waits until nobody uses them: either
+// it sees this object, or goes_on() sees the fault.
+class UseInPlace {
+ public:
+  explicit UseInPlace(ControlBlock& block) : block_(block) { block_.in_place.fetch_add(1); }
+  ~UseInPlace() { block_.in_place.fetch_sub(1); }
+  UseInPlace(const UseInPlace&) = delete;
+  UseInPlace& operator=(const UseInPlace&) = delete;
+  bool goes_on() const { return block_.fault.load() == ControlBlock::none; }
+
+ private:
+  ControlBlock& block_;
 };
 
 // Slot for a message, or a piece of one, between two ranks.

@@ -156,6 +156,11 @@ void HostMemory::poll() {
   for (auto* pollable : pollables_) pollable->poll();
 }
 
+bool HostMemory::in_flight() {
+  const std::shared_lock lock(poll_mutex_);
+  return std::any_of(pollables_.begin(), pollables_.end(), [](auto* pollable) { return pollable->in_flight(); });
+}
+
 std::byte* HostMemory::allocate_in(Arena& arena, size_t bytes) {
   const auto found =
       std::find_if(arena.free.begin(), arena.free.end(), [&](auto& hole) { return hole.second >= bytes; });

@@ -88,6 +88,8 @@ class Pollable {
  public:
   virtual ~Pollable() = default;
   virtual void poll() noexcept = 0;
+  // Whether it has anything left to progress.
+  virtual bool in_flight() = 0;
 };
 
 // Reason to end waits for peers early.
@@ -127,6 +129,7 @@ class HostMemory {
   void attach(Pollable& pollable);
   void detach(Pollable& pollable);
   void poll();
+  bool in_flight();
 
   // Returns `bytes` zeros, aligned to a page. UsageError if the system has no memory left.
   std::byte* allocate(size_t bytes);

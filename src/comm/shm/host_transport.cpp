@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -111,6 +112,16 @@ class SharedMemoryTransport : public Transport,
     group_.memory->wake();
   }
 
+  void abandon(const Abandoned& why) override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!failure_) failure_ = std::make_exception_ptr(why);
+      tell_others(ControlBlock::abandoned, why.what(), why.culprit());
+    }
+    group_.memory->wake();
+    await_users();
+  }
+
   void given_up_by_all() override {
     const std::lock_guard lock(mutex_);
     given_up_by_all_ = true;
@@ -154,10 +165,15 @@ class SharedMemoryTransport : public Transport,
       advance();
     } catch (const DisagreeError& error) {
       failure_ = std::current_exception();
-      tell_others(error.what());
+      tell_others(ControlBlock::disagreed, error.what(), -1);
     } catch (...) {
       failure_ = std::current_exception();  // a peer has gone; the others detect that by themselves
     }
+  }
+
+  bool in_flight() override {
+    const std::lock_guard lock(mutex_);
+    return failure_ == nullptr && (!operations_.empty() || mailboxes_.in_flight());
   }
 
   // A message is sent once it lies in this process's memory, which ends with the process: a program may end right after
@@ -173,8 +189,17 @@ class SharedMemoryTransport : public Transport,
 
   // Rethrows the error that stopped the group.
   void check_failure() {
+    std::unique_lock lock(mutex_);
+    if (!failure_) return;
+    const auto failure = failure_;
+    const bool given_up = given_up_;  // then ranks wait for each other elsewhere, and the block may be freed
+    lock.unlock();
+    if (!given_up) await_users();
+    std::rethrow_exception(failure);
+  }
+  bool failed() {
     const std::lock_guard lock(mutex_);
-    if (failure_) std::rethrow_exception(failure_);
+    return failure_ != nullptr;
   }
 
   bool wait(std::chrono::nanoseconds limit, const std::function<bool()>& finished) {
@@ -190,17 +215,24 @@ class SharedMemoryTransport : public Transport,
   }
 
  private:
+  // Waits until no rank works on the tensors of others any more; one that has ended in the midst of it is not waited for.
+  void await_users() const {
+    const auto deadline = SteadyClock::now() + std::chrono::seconds(2);
+    const auto& used = group_.control.block().in_place;
+    const auto gone = [](const auto& peer) { return peer && peer->gone(); };
+    const auto& peers = group_.peers;
+    while (used.load() > 0 && SteadyClock::now() < deadline) {
+      if (std::count_if(peers.begin(), peers.end(), gone) >= static_cast<int64_t>(used.load())) return;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+
   void bury_unread(const std::function<void()>& unread) {
     if (given_up_by_all_) {
       unread();
     } else {
       group_.memory->retire([] { return false; }, unread);
     }
-  }
-
-  bool failed() {
-    const std::lock_guard lock(mutex_);
-    return failure_ != nullptr;
   }
 
   void check(const Call& call) const {
@@ -218,7 +250,9 @@ class SharedMemoryTransport : public Transport,
 
   void advance() {
     const auto& block = group_.control.block();
-    if (block.fault.load(std::memory_order_acquire) == 2) throw DisagreeError(block.fault_text);
+    const auto fault = block.fault.load(std::memory_order_acquire);
+    if (fault == ControlBlock::disagreed) throw DisagreeError(block.fault_text);
+    if (fault == ControlBlock::abandoned) throw Abandoned(block.fault_text, block.culprit);
     for (; announced_ < operations_.size() && operations_[announced_]->announce(); ++announced_) {
     }
     bool first = true;
@@ -233,12 +267,13 @@ class SharedMemoryTransport : public Transport,
     mailboxes_.advance();
   }
 
-  void tell_others(const std::string& text) {
+  void tell_others(ControlBlock::Fault fault, const std::string& text, int culprit) {
     auto& block = group_.control.block();
-    uint32_t none = 0;
-    if (!block.fault.compare_exchange_strong(none, 1)) return;
+    uint32_t none = ControlBlock::none;
+    if (!block.fault.compare_exchange_strong(none, ControlBlock::being_written)) return;
     std::strncpy(block.fault_text, text.c_str(), sizeof block.fault_text - 1);
-    block.fault.store(2, std::memory_order_release);
+    block.culprit = culprit;
+    block.fault.store(fault);
     group_.ring_others();
   }
 
@@ -259,10 +294,13 @@ class SharedMemoryTransport : public Transport,
 
 bool HostWork::done() {
   transport_->poll();
-  return finished();
+  return finished() || transport_->failed();
 }
 
 bool HostWork::wait_for(Milliseconds slice, Milliseconds) {
+  // A thread that progresses all groups comes here for work that is over, and must not do so again.
+  if (finished()) return true;
+  transport_->check_failure();
   if (!transport_->wait(slice, [this] { return finished(); })) return false;
   if (!finished()) transport_->check_failure();
   return finished();

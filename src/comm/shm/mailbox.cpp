@@ -4,7 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
+#include <iterator>
+#include <optional>
 
 #include "shoal/error.h"
 
@@ -20,20 +21,25 @@ int64_t size_of(const Message& message) {
   return static_cast<int64_t>(message.call.inputs[0].nbytes());
 }
 
-// The oldest piece with this tag, or nullptr. An older piece may appear in a slot after that slot was checked. Whoever
-// sees a piece sees all older ones, so the search repeats until one pass over the slots finds nothing older.
-Slot* oldest(Mailbox& mailbox, int tag) {
+// The oldest piece with this tag (or any), or nullptr. An older piece may appear in a slot after that slot was checked.
+// Whoever sees a piece sees all older ones, so the search repeats until one pass over the slots finds nothing older.
+Slot* oldest(Mailbox& mailbox, std::optional<int> tag) {
   Slot* found = nullptr;
   for (bool look_again = true; look_again;) {
     look_again = false;
     for (auto& slot : mailbox.slots) {
-      if (slot.state.load(std::memory_order_acquire) == 0 || slot.tag != tag) continue;
+      if (slot.state.load(std::memory_order_acquire) == 0 || (tag && slot.tag != *tag)) continue;
       if (found != nullptr && slot.order >= found->order) continue;
       found = &slot;
       look_again = true;
     }
   }
   return found;
+}
+
+bool is_full(const Mailbox& mailbox) {
+  return std::all_of(std::begin(mailbox.slots), std::end(mailbox.slots),
+                     [](const Slot& slot) { return slot.state.load(std::memory_order_acquire) != 0; });
 }
 
 }  // namespace
@@ -69,18 +75,38 @@ std::vector<at::Tensor> Mailboxes::unread() const {
 
 std::shared_ptr<Message> Mailboxes::start(Call call) {
   outboxes_.resize(group_.size);
+  early_.resize(group_.size);
   auto message = std::make_shared<Message>(std::move(call));
   auto& queue = message->call.op == Op::send ? outboxes_[message->call.peer].queue : receives_;
   queue.push_back(message);
   return message;
 }
 
+bool Mailboxes::in_flight() const {
+  const auto sends = [](const Outbox& outbox) {
+    return !outbox.queue.empty() ||
+           std::any_of(std::begin(outbox.reading), std::end(outbox.reading), [](const auto& one) { return bool(one); });
+  };
+  return !receives_.empty() || std::any_of(outboxes_.begin(), outboxes_.end(), sends);
+}
+
 void Mailboxes::advance() {
   for (int destination = 0; destination < static_cast<int>(outboxes_.size()); ++destination) {
     push(destination, outboxes_[destination]);
   }
-  // Receives with the same source and tag are served in the order of the calls.
-  std::set<std::pair<int, int>> waiting;
+  while (!receives_.empty() && make_room(receive())) {
+  }
+}
+
+bool Mailboxes::has_piece(int from, int tag) const {
+  const auto& early = early_[from];
+  return std::any_of(early.begin(), early.end(), [&](const Early& piece) { return piece.tag == tag; }) ||
+         oldest(group_.control.mailbox(from, group_.rank), tag) != nullptr;
+}
+
+// Receives with the same source and tag are served in the order of the calls.
+Mailboxes::Waiting Mailboxes::receive() {
+  Waiting waiting;
   const auto must_wait = [&](int source, int tag) {
     return waiting.count({source, tag}) > 0 || waiting.count({any_source, tag}) > 0;
   };
@@ -88,8 +114,7 @@ void Mailboxes::advance() {
     auto& receive = **message;
     const int tag = receive.call.tag;
     for (int rank = 0; receive.source == any_source && rank < group_.size; ++rank) {
-      const bool has_sent = rank != group_.rank && oldest(group_.control.mailbox(rank, group_.rank), tag) != nullptr;
-      if (has_sent && !must_wait(rank, tag)) receive.source = rank;
+      if (rank != group_.rank && has_piece(rank, tag) && !must_wait(rank, tag)) receive.source = rank;
     }
     if (receive.source != any_source && !must_wait(receive.source, tag)) {
       while (!receive.finished && pull_piece(receive)) {
@@ -102,6 +127,24 @@ void Mailboxes::advance() {
       ++message;
     }
   }
+  return waiting;
+}
+
+bool Mailboxes::make_room(const Waiting& waiting) {
+  bool made = false;
+  for (int from = 0; from < group_.size; ++from) {
+    const auto waits = [&](const auto& one) { return one.first == from || one.first == any_source; };
+    auto& mailbox = group_.control.mailbox(from, group_.rank);
+    if (from == group_.rank || std::none_of(waiting.begin(), waiting.end(), waits) || !is_full(mailbox)) continue;
+    for (auto* slot = oldest(mailbox, std::nullopt); slot != nullptr; slot = oldest(mailbox, std::nullopt)) {
+      std::vector<std::byte> data(slot->window.bytes);
+      if (!copy_from(*slot, from, data.data())) return false;
+      early_[from].push_back({slot->tag, slot->dtype, slot->total, slot->begin, slot->text, std::move(data)});
+      release(*slot, from);
+      made = true;
+    }
+  }
+  return made;
 }
 
 void Mailboxes::push(int destination, Outbox& outbox) {
@@ -136,7 +179,7 @@ bool Mailboxes::push_piece(int destination, Outbox& outbox, Message& message, ui
   if (left <= static_cast<int64_t>(inline_bytes)) {
     slot.window.kind = Window::in_header;
     slot.window.bytes = static_cast<uint64_t>(left);
-    std::memcpy(slot.data, bytes_of(message) + message.moved, left);
+    if (left > 0) std::memcpy(slot.data, bytes_of(message) + message.moved, left);
   } else if (place && message.moved == 0) {
     slot.window = {Window::shared, place->arena, place->offset, slot.total};
   } else {
@@ -152,27 +195,56 @@ bool Mailboxes::push_piece(int destination, Outbox& outbox, Message& message, ui
   return slot.window.kind == Window::shared;
 }
 
+void Mailboxes::require_fit(const Message& receive, c10::ScalarType dtype, uint64_t total, const char* text) const {
+  const auto& call = receive.call;
+  if (dtype == call.inputs[0].scalar_type() && total == static_cast<uint64_t>(size_of(receive))) return;
+  throw DisagreeError(fmt::format("rank {} sends {} bytes of {} with tag {} ({}), rank {} expects {} bytes of {} ({})",
+                                  world_ranks_[receive.source], total, toString(dtype), call.tag, text,
+                                  world_ranks_[group_.rank], size_of(receive), toString(call.inputs[0].scalar_type()),
+                                  call.label.what));
+}
+
+bool Mailboxes::copy_from(const Slot& slot, int from, std::byte* to) const {
+  const auto& window = slot.window;
+  if (window.bytes == 0) return true;
+  if (window.kind == Window::in_header) {
+    std::memcpy(to, slot.data, window.bytes);
+    return true;
+  }
+  const UseInPlace use(group_.control.block());
+  if (!use.goes_on()) return false;
+  std::memcpy(to, group_.at(from, {window.arena, window.offset}), window.bytes);
+  return true;
+}
+
+void Mailboxes::release(Slot& slot, int from) {
+  slot.state.store(0, std::memory_order_release);
+  if (group_.peers[from]) group_.peers[from]->ring();
+}
+
 bool Mailboxes::pull_piece(Message& message) {
   const auto& call = message.call;
   const int from = message.source;
-  auto& mailbox = group_.control.mailbox(from, group_.rank);
-  Slot* const next = oldest(mailbox, call.tag);
-  if (next == nullptr) return false;
-  const auto dtype = static_cast<c10::ScalarType>(next->dtype);
-  if (dtype != call.inputs[0].scalar_type() || next->total != static_cast<uint64_t>(size_of(message))) {
-    throw DisagreeError(
-        fmt::format("rank {} sends {} bytes of {} with tag {} ({}), rank {} expects {} bytes of {} ({})",
-                    world_ranks_[from], next->total, toString(dtype), call.tag, next->text, world_ranks_[group_.rank],
-                    size_of(message), toString(call.inputs[0].scalar_type()), call.label.what));
+  const auto moved = [&](uint64_t bytes) {
+    message.moved += static_cast<int64_t>(bytes);
+    message.finished = message.moved == size_of(message);
+  };
+  auto& early = early_[from];
+  const auto found =
+      std::find_if(early.begin(), early.end(), [&](const Early& piece) { return piece.tag == call.tag; });
+  if (found != early.end()) {
+    require_fit(message, static_cast<c10::ScalarType>(found->dtype), found->total, found->text.c_str());
+    std::copy(found->data.begin(), found->data.end(), bytes_of(message) + found->begin);
+    moved(found->data.size());
+    early.erase(found);
+    return true;
   }
-  const auto& window = next->window;
-  const std::byte* source =
-      window.kind == Window::in_header ? next->data : group_.at(from, {window.arena, window.offset});
-  std::memcpy(bytes_of(message) + next->begin, source, window.bytes);
-  message.moved += static_cast<int64_t>(window.bytes);
-  message.finished = message.moved == size_of(message);
-  next->state.store(0, std::memory_order_release);
-  if (group_.peers[from]) group_.peers[from]->ring();
+  Slot* const next = oldest(group_.control.mailbox(from, group_.rank), call.tag);
+  if (next == nullptr) return false;
+  require_fit(message, static_cast<c10::ScalarType>(next->dtype), next->total, next->text);
+  if (!copy_from(*next, from, bytes_of(message) + next->begin)) return false;
+  moved(next->window.bytes);
+  release(*next, from);
   return true;
 }
 

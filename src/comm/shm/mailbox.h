@@ -4,6 +4,9 @@
 #include <atomic>
 #include <list>
 #include <memory>
+#include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/shm/host_group.h"
@@ -23,7 +26,8 @@ struct Message {
 
 // All sends and receives of this rank in one group. A message in shared memory is read in place; its send finishes once
 // it has been read. Other messages pass in pieces through buffers in shared memory; their send finishes once all pieces
-// have been copied there.
+// have been copied there. Pieces with different tags share the slots of a mailbox: a receiver that waits for what lies
+// behind them copies them to memory of its own.
 class Mailboxes {
  public:
   Mailboxes(HostGroup& group, const std::vector<int>& world_ranks) : group_(group), world_ranks_(world_ranks) {}
@@ -33,6 +37,8 @@ class Mailboxes {
   void advance();
   // This rank's own buffers, which may be freed once no rank reads them.
   std::vector<std::byte*> buffers() const;
+  // Whether a send or receive is not finished.
+  bool in_flight() const;
   // Whether receivers that are still there have read all that lies in this process's memory.
   bool all_read() const;
   // Tensors of messages that peers may still read.
@@ -45,6 +51,25 @@ class Mailboxes {
     std::shared_ptr<Message> reading[mailbox_slots];  // a shared message that the receiver has not finished reading
     uint64_t sent = 0;
   };
+  struct Early {  // a piece that was copied before its receive
+    int tag;
+    int32_t dtype;
+    uint64_t total;
+    uint64_t begin;
+    std::string text;
+    std::vector<std::byte> data;
+  };
+  using Waiting = std::set<std::pair<int, int>>;  // source and tag of receives that are not finished
+
+  // Progresses the receives; returns those that wait.
+  Waiting receive();
+  // Makes room in full mailboxes, behind which what is waited for may lie. True if there is more to receive now.
+  bool make_room(const Waiting& waiting);
+  bool has_piece(int from, int tag) const;
+  void require_fit(const Message& receive, c10::ScalarType dtype, uint64_t total, const char* text) const;
+  // Copies the piece of a slot. False if the group has failed meanwhile.
+  bool copy_from(const Slot& slot, int from, std::byte* to) const;
+  void release(Slot& slot, int from);
   void push(int destination, Outbox& outbox);
   bool push_piece(int destination, Outbox& outbox, Message& message, uint32_t index);
   bool pull_piece(Message& message);
@@ -53,6 +78,7 @@ class Mailboxes {
   const std::vector<int>& world_ranks_;
   std::vector<Outbox> outboxes_;
   std::list<std::shared_ptr<Message>> receives_;
+  std::vector<std::list<Early>> early_;  // by source; older than what is in the mailbox
 };
 
 }  // namespace shoal

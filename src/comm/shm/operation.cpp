@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "comm/agreement/fingerprint.h"
 #include "comm/shm/reduce/reduce_kernels.h"
@@ -117,6 +118,7 @@ void Operation::agree() {
     for (uint32_t part = 0; part < header.parts; ++part) {
       const auto& window = group_.control.windows(header)[part];
       staged_ = staged_ || window.kind == Window::staged;
+      any_shared_ = any_shared_ || window.kind == Window::shared;
       // A rank whose part is done may end while this one still reads its stage: it can be opened only as long as it lives.
       if (window.kind == Window::staged) group_.at(rank, {header.stage_arena, header.stage_offset});
       largest = std::max(largest, window.bytes);
@@ -152,7 +154,7 @@ bool Operation::step() {
     group_.count(group_.control.entry(number_).finished);
   };
   if (!staged_) {
-    work(begin, end);
+    if (!work(begin, end)) return false;
     execute();
     return true;
   }
@@ -167,7 +169,7 @@ bool Operation::step() {
       return true;
     case State::filled:
       if (!reached(block.stage_filled, round + 1, group_.size)) return false;
-      work(begin, end);
+      if (!work(begin, end)) return false;
       group_.count(block.stage_finished);
       state_ = State::worked;
       return true;
@@ -226,8 +228,16 @@ void Operation::reduce_range(std::vector<std::byte*> destinations, int part, int
   reduce(reduction);
 }
 
-void Operation::work(int64_t begin, int64_t end) {
-  if (plan_.work == Plan::Work::nothing) return;
+bool Operation::work(int64_t begin, int64_t end) {
+  if (plan_.work == Plan::Work::nothing) return true;
+  std::optional<UseInPlace> use;
+  if (any_shared_) use.emplace(group_.control.block());
+  if (use && !use->goes_on()) return false;
+  move_bytes(begin, end);
+  return true;
+}
+
+void Operation::move_bytes(int64_t begin, int64_t end) {
   const auto* name = plan_.work == Plan::Work::copy ? "copy" : "reduce";
   const TimedScope scope(group_.timeline.get(), name, call_.label.step);
   switch (plan_.work) {

@@ -39,7 +39,8 @@ class Operation {
   void check_unequal_parts() const;
   bool step();  // makes one transition within execution; false: it must wait
   void fill_stage();
-  void work(int64_t begin, int64_t end);
+  bool work(int64_t begin, int64_t end);  // false: the group has failed meanwhile
+  void move_bytes(int64_t begin, int64_t end);
   void copy_out(int64_t begin, int64_t end);
   std::byte* locate(int rank, int part, int64_t begin) const;
   // destinations <- reduction over all ranks of bytes [from, to) of their part `part`, in the round that begins at
@@ -56,6 +57,7 @@ class Operation {
   std::atomic<State> state_ = State::waiting;
   bool staged_ = false;      // some rank's data are staged, so all ranks work in rounds
   bool own_shared_ = false;  // peers read or write this rank's tensors in place
+  bool any_shared_ = false;  // likewise, of some rank
   int64_t rounds_ = 1;
   int64_t round_ = 0;
   int64_t round_bytes_ = 0;  // bytes of one part in one round

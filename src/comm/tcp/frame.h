@@ -14,6 +14,8 @@ enum class Kind : uint32_t {
   ready = 4,     // the receiver of message `number` has a place for it
   message = 5,   // the data of message `number`
   fault = 6,     // the ranks have called different things; a sentence follows, and nothing more
+  leave = 7,     // the sender has failed and takes no part any more; a sentence follows, and nothing more. tag: the
+                 // world rank that caused it, or -1
 };
 
 // In the byte order of the sender, which must be the receiver's.

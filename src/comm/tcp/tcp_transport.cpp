@@ -83,6 +83,7 @@ class TcpWork : public TransportWork {
   bool done() override;
   bool wait_for(Milliseconds slice, Milliseconds remaining) override;
   std::string waits_for() override;
+  bool needs(int world_rank) override;
   int source() const override { return message_ ? message_->source : any_source; }
 
  private:
@@ -156,6 +157,12 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     if (!failure_) fail(std::make_exception_ptr(CommError(why)));
   }
 
+  void abandon(const Abandoned& why) override {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) fail(std::make_exception_ptr(why));
+    advance();  // the others are told
+  }
+
   // A send is finished once the system has the message.
   void await_readers() override {
     std::unique_lock lock(mutex_);
@@ -186,6 +193,14 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       if (!entries_.has(static_cast<int>(rank), number)) ranks.push_back(world_ranks_[rank]);
     }
     return ranks;
+  }
+
+  bool needs(const Collective& collective, int world_rank) {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find(world_ranks_.begin(), world_ranks_.end(), world_rank);
+    const auto rank = static_cast<int>(found - world_ranks_.begin());
+    if (found == world_ranks_.end() || rank == rank_) return false;
+    return !collective.begun() || collective.concerns(rank);
   }
 
  private:
@@ -340,19 +355,24 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   }
 
   // Stops for good. The others end their operations, too, once they hear of it. Callers may use their tensors again, so
-  // that no other rank may take what is in them for data of an operation. A rank that was told of a fault tells it to all
-  // as well: otherwise its end might be seen before the word of the first one arrives.
+  // that no other rank may take what is in them for data of an operation. A rank that was told of a fault, or that another
+  // has left, tells it to all as well: otherwise its end might be seen before the word of the first one arrives.
   void fail(std::exception_ptr why) {
     failure_ = std::move(why);
     for (auto& link : links_) {
       if (link) link->take_data_back();
     }
+    const auto tell_all = [this](const Frame& frame, const std::string& text) {
+      for (auto& link : links_) {
+        if (link) link->put(frame, text.substr(0, most_text));
+      }
+    };
     try {
       std::rethrow_exception(failure_);
     } catch (const DisagreeError& error) {
-      for (auto& link : links_) {
-        if (link) link->put({.kind = Kind::fault}, std::string(error.what()).substr(0, most_text));
-      }
+      tell_all({.kind = Kind::fault}, error.what());
+    } catch (const Abandoned& error) {
+      tell_all({.kind = Kind::leave, .tag = error.culprit()}, error.what());
     } catch (...) {  // a rank that has ended: the others see that by themselves
     }
   }
@@ -383,6 +403,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       case Kind::message:
         return messages_.accept(rank, frame);
       case Kind::fault:
+      case Kind::leave:
         return into_text(most_text);
     }
     throw std::runtime_error("a peer has sent a frame of no known kind");
@@ -405,7 +426,14 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
         return;
       case Kind::fault:
         throw DisagreeError(printable(heard_[rank]));
+      case Kind::leave:
+        throw Abandoned(printable(heard_[rank]), culprit_in(frame));
     }
+  }
+
+  int culprit_in(const Frame& frame) const {
+    const auto found = std::find(world_ranks_.begin(), world_ranks_.end(), frame.tag);
+    return found == world_ranks_.end() ? -1 : frame.tag;
   }
 
   // Waits until the peers' systems have what this rank has sent. A socket that is closed while bytes of the peer are unread
@@ -459,6 +487,10 @@ bool TcpWork::done() {
 
 bool TcpWork::wait_for(Milliseconds slice, Milliseconds) {
   return transport_->wait(slice, [this] { return finished(); });
+}
+
+bool TcpWork::needs(int world_rank) {
+  return !collective_ || transport_->needs(*collective_, world_rank);
 }
 
 std::string TcpWork::waits_for() {

@@ -31,6 +31,10 @@ class ByDevice : public Transport {
     cpu_side_->give_up(why);
     if (devices_) devices_->give_up(why);
   }
+  void abandon(const Abandoned& why) override {
+    cpu_side_->abandon(why);
+    if (devices_) devices_->abandon(why);
+  }
   void given_up_by_all() override {
     cpu_side_->given_up_by_all();
     if (devices_) devices_->given_up_by_all();

@@ -8,6 +8,7 @@
 
 #include "base/without_sigpipe.h"
 #include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/transport/empty_call.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -32,7 +33,7 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
     case ReduceOp::bxor:
       return c10d::ReduceOp::BXOR;
     case ReduceOp::premul_sum:
-      throw UsageError("premul_sum is supported by the host transport only");
+      throw UsageError("premul_sum is supported by the transports host and tcp only");
   }
   return c10d::ReduceOp::SUM;
 }
@@ -149,13 +150,22 @@ class AddReceived : public TransportWork {
 class C10dTransport : public Transport {
  public:
   C10dTransport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
-                std::function<void(const Call&)> before_collective)
-      : name_(std::move(name)), backend_(std::move(backend)), before_collective_(std::move(before_collective)) {}
+                std::function<void(const Call&)> before_collective, std::function<void()> disconnect)
+      : name_(std::move(name)),
+        backend_(std::move(backend)),
+        before_collective_(std::move(before_collective)),
+        disconnect_(std::move(disconnect)) {}
 
   std::string name() const override { return name_; }
   bool joins_threads() const override { return true; }
 
+  void abandon(const Abandoned&) override {
+    if (disconnect_) disconnect_();
+  }
+
   std::unique_ptr<TransportWork> issue(const Call& call) override {
+    // Gloo would not compare it with what the others call.
+    if (name_ == "gloo" && is_empty(call)) return issue_empty(call);
     const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
     if (equal_parts && name_ == "gloo") return scatter_and_add(call);
     const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
@@ -165,10 +175,20 @@ class C10dTransport : public Transport {
   }
 
  private:
+  std::unique_ptr<TransportWork> issue_empty(const Call& call) {
+    if (call.op == Op::send || call.op == Op::recv) {
+      Call message = call;
+      message.inputs = {at::zeros({1}, at::kByte)};
+      return std::make_unique<C10dWork>(start(message), message);
+    }
+    return std::make_unique<C10dWork>(start(as_barrier(call), call), call);
+  }
+
   // libtorch's reduce-scatter over Gloo is an all-reduce of a copy: it moves twice as much, and only wait() tells that
   // it is done.
   std::unique_ptr<TransportWork> scatter_and_add(const Call& call) {
     require_reducible(call);
+    static_cast<void>(to_c10d(call.reduce));  // refuses what Gloo does not have
     const auto input = call.inputs[0].view({-1});
     auto received = at::empty_like(input);
     Call exchange = call;
@@ -283,13 +303,16 @@ class C10dTransport : public Transport {
   std::string name_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::function<void(const Call&)> before_collective_;
+  std::function<void()> disconnect_;
 };
 
 }  // namespace
 
 std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
-                                               std::function<void(const Call&)> before_collective) {
-  return std::make_shared<C10dTransport>(std::move(name), std::move(backend), std::move(before_collective));
+                                               std::function<void(const Call&)> before_collective,
+                                               std::function<void()> disconnect) {
+  return std::make_shared<C10dTransport>(std::move(name), std::move(backend), std::move(before_collective),
+                                         std::move(disconnect));
 }
 
 }  // namespace shoal

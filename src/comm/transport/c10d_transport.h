@@ -10,8 +10,10 @@
 
 namespace shoal {
 
-// before_collective: called with each collective before the backend receives it.
+// before_collective: called with each collective before the backend receives it. disconnect: ends the connections to all
+// peers, so that operations in flight fail.
 std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
-                                               std::function<void(const Call&)> before_collective = {});
+                                               std::function<void(const Call&)> before_collective = {},
+                                               std::function<void()> disconnect = {});
 
 }  // namespace shoal

@@ -35,7 +35,7 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
     return make_host_transport(world, fmt::format("{}/{}/{}", name, use, grid->host), grid->local, local_ranks)
         .transport;
   };
-  HierarchicalParts parts{*grid, inside("up"), inside("down"), nullptr, nullptr};
+  HierarchicalParts parts{*grid, inside("up"), inside("down"), nullptr, nullptr, world.memory};
   const bool possible = parts.up && parts.down;
   const auto others = store_gather(world, name + "/spanning", world_ranks, rank, possible ? "yes" : "no");
   if (std::count(others.begin(), others.end(), "yes") != static_cast<int64_t>(others.size())) return nullptr;

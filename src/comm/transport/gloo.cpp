@@ -62,6 +62,10 @@ class TaggedGloo : public c10d::ProcessGroupGloo {
     collectiveCounter_ = static_cast<uint32_t>(hash_of(fingerprint_of(call, 0))) << bits_of_number | number;
   }
 
+  void disconnect() {
+    for (const auto& context : contexts_) context->closeConnections();
+  }
+
  private:
   uint32_t count_ = 0;
 };
@@ -114,7 +118,7 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
     const auto connected = connect(world, store, rank, size, options);
     std::function<void(const Call&)> tag;  // none for groups that compare calls, whose ranks may call different things
     if (!compares_calls(name)) tag = [gloo = connected.get()](const Call& call) { gloo->tag_next(call); };
-    auto transport = make_c10d_transport("gloo", connected, tag);
+    auto transport = make_c10d_transport("gloo", connected, tag, [gloo = connected.get()] { gloo->disconnect(); });
     auto* seen = transport.get();
     auto keep = [released_groups = world.released_groups, transport = std::move(transport), store, rank, size](
                     Transport*) mutable { released_groups->keep(std::move(transport), std::move(store), rank, size); };

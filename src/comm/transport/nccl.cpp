@@ -79,6 +79,8 @@ class Nccl : public Transport {
   std::string name() const override { return "nccl"; }
   bool joins_threads() const override { return true; }
 
+  void abandon(const Abandoned&) override { backend_->abort(); }
+
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     try {
       return transport_->issue(call);

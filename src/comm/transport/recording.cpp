@@ -15,6 +15,7 @@ class RecordedWork : public TransportWork {
     return finished;
   }
   std::string waits_for() override { return inner_->waits_for(); }
+  bool needs(int world_rank) override { return inner_->needs(world_rank); }
   int source() const override { return inner_->source(); }
 
  private:

@@ -31,6 +31,7 @@ class StagedWork : public TransportWork {
 
   bool done() override { return work_->done(); }
   std::string waits_for() override { return work_->waits_for(); }
+  bool needs(int world_rank) override { return work_->needs(world_rank); }
   int source() const override { return work_->source(); }
 
   bool wait_for(Milliseconds slice, Milliseconds remaining) override {

@@ -27,6 +27,17 @@ class PeerLost : public std::runtime_error {
   int world_rank_;
 };
 
+// A rank of the group has failed and takes no part any more; what() is its reason.
+class Abandoned : public std::runtime_error {
+ public:
+  // culprit: the world rank that caused it; -1: unknown.
+  Abandoned(const std::string& why, int culprit) : std::runtime_error(why), culprit_(culprit) {}
+  int culprit() const { return culprit_; }
+
+ private:
+  int culprit_;
+};
+
 // One operation in flight inside a transport.
 class TransportWork {
  public:
@@ -38,6 +49,8 @@ class TransportWork {
   virtual bool wait_for(Milliseconds slice, Milliseconds remaining) = 0;
   // What is missing, for the error of a wait that timed out; empty if the transport does not know.
   virtual std::string waits_for() { return ""; }
+  // Whether the operation still needs something of that rank, which may end otherwise.
+  virtual bool needs(int /*world_rank*/) { return true; }
   // Sender of a finished receive, if the transport had to find it.
   virtual int source() const { return any_source; }
 };
@@ -63,6 +76,10 @@ class Transport {
   // Stops at once and for good, as `why` says: operations in flight fail, and nothing is sent or received any more. For
   // an elastic job, whose ranks give up all groups of a generation that has lost a rank.
   virtual void give_up(const std::string& /*why*/) {}
+  // This rank has failed and takes no part any more, while its program may go on. When this returns, no rank reads or
+  // writes this rank's tensors for an operation in flight. Operations of the others fail as Abandoned says, also those
+  // that they call later.
+  virtual void abandon(const Abandoned& /*why*/) {}
   // Called once all ranks that live have given up: memory of this transport may be freed and used again.
   virtual void given_up_by_all() {}
   // Returns `numel` zeros; see Group::allocate.

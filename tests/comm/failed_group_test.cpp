@@ -1,0 +1,163 @@
+// A rank whose call has failed goes on with its own tensors. What the others call afterwards fails, too: they must not take
+// what is in those tensors for data, and must not write to them.
+
+#include <gmock/gmock.h>
+
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include "comm/backend/backend.h"
+#include "comm/group/group_state.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
+#include "tests/support/world.h"
+
+namespace shoal::failed_group_test {
+namespace {
+
+using test::world;
+using ::testing::HasSubstr;
+
+// New group, which the test may break; its operations have 300 ms.
+Group fresh() {
+  std::vector<int> everyone(world().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  auto group = world().group().subgroup(everyone);
+  state_of(group)->progress->timeout_ms = 300;
+  return group;
+}
+
+bool late() {
+  return world().rank() == world().size() - 1;
+}
+
+std::string error_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const CommError& error) {
+    return error.what();
+  }
+  return "(nothing was thrown)";
+}
+
+// All but the last rank call `act` in vain, write to their tensor, and find it untouched once the last one has called it.
+void expect_over(const std::function<void(const Group&, at::Tensor)>& act) {
+  for (const int64_t numel : {1, 400000}) {
+    for (const bool shared : {false, true}) {
+      SCOPED_TRACE(numel);
+      const auto group = fresh();
+      auto tensor = shared ? group.allocate(numel, at::kFloat) : at::empty({numel});
+      tensor.fill_(world().rank() + 1);
+      world().group().barrier().wait();
+      if (!late()) {
+        EXPECT_THAT(error_of([&] { act(group, tensor); }), ::testing::AnyOf(HasSubstr("timeout"), HasSubstr("failed")));
+        tensor.fill_(1000);
+      }
+      world().group().barrier().wait();
+      if (late()) {
+        const auto begin = Clock::now();
+        const auto text = error_of([&] { act(group, tensor); });
+        EXPECT_THAT(text, HasSubstr("failed"));
+        EXPECT_LT(Clock::now() - begin, std::chrono::seconds(3)) << text;
+        EXPECT_TRUE((tensor == world().rank() + 1).all().item<bool>()) << "data of a rank that has left";
+      }
+      world().group().barrier().wait();
+      if (!late()) {
+        EXPECT_TRUE((tensor == 1000).all().item<bool>()) << "written after the error";
+      }
+    }
+  }
+}
+
+class FailedGroup : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (world().size() == 1) GTEST_SKIP() << "one rank waits for nobody";
+    if (world().group().transport() == "mpi") GTEST_SKIP() << "docs/deviations.md";
+  }
+};
+
+TEST_F(FailedGroup, an_all_reduce_that_timed_out_is_over_on_all_ranks) {
+  expect_over([](const Group& group, const at::Tensor& tensor) { group.all_reduce(tensor).wait(); });
+}
+
+TEST_F(FailedGroup, an_all_gather_that_timed_out_is_over_on_all_ranks) {
+  expect_over([](const Group& group, const at::Tensor& tensor) {
+    auto all = at::empty({tensor.numel() * group.size()});
+    group.all_gather(all, tensor).wait();
+  });
+}
+
+TEST_F(FailedGroup, a_broadcast_that_timed_out_is_over_on_all_ranks) {
+  expect_over([](const Group& group, const at::Tensor& tensor) { group.broadcast(tensor, group.size() - 1).wait(); });
+}
+
+TEST_F(FailedGroup, a_receive_that_timed_out_is_over) {
+  const auto group = fresh();
+  auto tensor = at::full({1000}, 5.0);
+  world().group().barrier().wait();
+  if (world().rank() == 0) {
+    EXPECT_THAT(error_of([&] { group.recv(tensor, world().size() - 1).wait(); }), HasSubstr("detected by rank 0"));
+    tensor.fill_(1000);
+  }
+  world().group().barrier().wait();
+  if (late()) {
+    const auto text = error_of([&] {
+      group.send(tensor, 0).wait();
+      group.barrier().wait();
+    });
+    EXPECT_NE(text, "(nothing was thrown)");
+  }
+  world().group().barrier().wait();
+  if (world().rank() == 0) {
+    EXPECT_TRUE((tensor == 1000).all().item<bool>());
+  }
+}
+
+TEST_F(FailedGroup, an_abort_is_told_to_all_ranks) {
+  for (const int64_t numel : {1, 400000}) {
+    const auto group = fresh();
+    const auto backend = make_backend(group, std::chrono::seconds(60));
+    const auto begin = Clock::now();
+    if (world().rank() == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      backend->abort();
+      EXPECT_THROW(group.barrier().wait(), CommError);
+    } else {
+      std::vector<at::Tensor> tensors{at::ones({numel})};
+      const auto work = backend->allreduce(tensors, {});
+      std::string text = "(nothing was thrown)";
+      try {
+        work->wait();
+      } catch (const std::exception& error) {
+        text = error.what();
+      }
+      EXPECT_NE(text, "(nothing was thrown)");
+      if (group.transport() != "gloo") {
+        EXPECT_THAT(text, HasSubstr("rank 0 has aborted the process group"));
+      }
+    }
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+    world().group().barrier().wait();
+  }
+}
+
+// done() ends loops of programs that ask nothing else.
+TEST_F(FailedGroup, work_that_has_failed_is_done) {
+  const auto group = fresh();
+  if (!late()) {
+    auto tensor = at::ones({8});
+    auto work = group.all_reduce(tensor);
+    const auto begin = Clock::now();
+    while (!work.done() && Clock::now() - begin < std::chrono::seconds(10)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+    EXPECT_THROW(work.wait(), CommError);
+  }
+  world().group().barrier().wait();
+}
+
+}  // namespace
+}  // namespace shoal::failed_group_test
