@@ -94,6 +94,7 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void restore_own();
   void on_the_whole_host(const std::function<void()>& work);
   void agree_on_hosts();
+  std::vector<std::vector<int>> ranks_of_hosts() const;
   void mix();
 
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,

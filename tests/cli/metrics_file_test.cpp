@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -92,6 +93,35 @@ TEST_F(MetricsFile, ELA11_lines_are_there_once_where_steps_are_numbered_anew) {
     lines.push_back(line);
   }
   EXPECT_EQ(text(), text_of(lines));
+}
+
+// What a successor reads of the file begins behind the last change.
+TEST_F(MetricsFile, ELA11_lines_are_there_once_long_after_a_change) {
+  for (const bool changes : {false, true}) {
+    SCOPED_TRACE(changes);
+    std::vector<Line> lines;
+    for (int64_t number = 0; number < 10; ++number) lines.push_back(step(number));
+    lines.push_back(change(2, 5));
+    for (int64_t number = 5; number < 4000; ++number) lines.push_back(step(number));
+    const size_t written = lines.size();
+    if (changes) {
+      lines.push_back(change(3, 3000));
+      lines.push_back(step(3000));
+    }
+    {
+      Metrics first(path());
+      Metrics second(path(), Metrics::Start::anew, /*writes=*/false);
+      for (size_t i = 0; i < lines.size(); ++i) {
+        if (i + (changes ? 0 : 2) < written) first.write(lines[i]);
+        second.write(lines[i]);
+      }
+      second.take_over();
+      second.write(change(4, 2000));
+      lines.push_back(change(4, 2000));
+    }
+    EXPECT_EQ(std::filesystem::file_size(path()), text_of(lines).size());
+    EXPECT_TRUE(text() == text_of(lines));
+  }
 }
 
 // The writer ends before it has said how the ranks changed.

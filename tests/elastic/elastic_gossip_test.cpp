@@ -3,6 +3,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <utility>
 
 #include "tests/elastic/elastic_hosts.h"
 #include "tests/support/refusal.h"
@@ -196,10 +203,90 @@ TEST_F(ElasticGossip, ELA12_plain_steps_go_on_after_an_elastic_loop_that_has_los
     optimizer.hold_mean();
     optimizer.hold_own();
     optimizer.global_avg();
-    return fmt::format("{} ranks, {} near", world.size(), optimizer.consensus_distance() < 1e-5 ? "are" : "are not");
+    auto text =
+        fmt::format("{} ranks, {} near", world.size(), optimizer.consensus_distance() < 1e-5 ? "are" : "are not");
+    // One of the two others has no shards; both learn that the second host has gone.
+    if (world.rank() == 2) std::raise(SIGKILL);
+    for (int look = 0; look < 100 && optimizer.remaining(world.group()).size() == 3; ++look) usleep(50'000);
+    return text + fmt::format(", {} left", optimizer.remaining(world.group()).size());
   });
   const auto ended = job.wait(40);
-  for (const int rank : {0, 1, 2}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "3 ranks, are near");
+  for (const int rank : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "3 ranks, are near, 2 left");
+}
+
+// It has given its part to the commit, and its values to its peer on the other host, which is late and comes to a step without
+// it. The losses are zero, so that the step does nothing but average.
+TEST_F(ElasticGossip, ELA12_a_rank_that_ends_after_its_part_of_the_commit_is_averaged) {
+  struct Shared {
+    std::atomic<int64_t> at;  // when rank 3 ends, in microseconds
+  };
+  auto* shared =
+      static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  const auto now = [] {
+    return std::chrono::duration_cast<std::chrono::microseconds>(Clock::now().time_since_epoch()).count();
+  };
+  const auto wait_until = [now](int64_t when) {
+    while (now() < when) std::this_thread::yield();
+  };
+  for (const int late : {0, 1000, 3000, 6000, 10000, 15000, 20000, 30000}) {
+    shared->at = 0;
+    ForkedHosts hosts(
+        {2, 2},
+        [&](const World& world) -> std::string {
+          alarm(40);
+          const int self = world.rank();
+          const auto net = std::make_shared<test::Net>(24);
+          const auto of = host_groups(world.group());
+          FullyShardedDataParallelOptions options;
+          options.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>();
+          FullyShardedDataParallel<test::Net> parallel(net, of.inside, options);
+          ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, of.across, torch::optim::SGDOptions(0.05));
+          Elastic elastic(world, parallel, optimizer);
+          const auto x = test::inputs_of({static_cast<size_t>(self), 9});
+          const auto step = [&](double scale, const std::function<void()>& before_end) {
+            elastic.step(
+                2,
+                [&] {
+                  (test::loss_of(parallel.forward(x), x) * scale).backward();
+                  before_end();
+                },
+                [&] { optimizer.step(); });
+            optimizer.zero_grad();
+          };
+          for (int number = 0; number < 4; ++number) step(self < 2 ? 1 : 3, [] {});
+          const auto values = [&] {
+            const torch::NoGradGuard no_grad;
+            std::vector<at::Tensor> list;
+            for (const auto& parameter : net->parameters()) list.push_back(parameter.detach().reshape({-1}));
+            return at::cat(list);
+          };
+          const auto own = values();
+          auto all = at::empty({int64_t{4} * own.numel()});
+          elastic.together([&] { world.group().all_gather(all, own).wait(); });
+          bool first = true;
+          while (elastic.steps() < 5) {
+            step(0, [&] {
+              if (std::exchange(first, false) && self == 3) {
+                shared->at = now() + 15000;
+                std::thread([&] {
+                  wait_until(shared->at);
+                  std::raise(SIGKILL);
+                }).detach();
+              } else if (self == 1 && world.size() == 4) {
+                while (shared->at == 0) usleep(50);
+                wait_until(shared->at + late);
+              }
+            });
+          }
+          const auto mean = (all.chunk(4)[0] + all.chunk(4)[3]) / 2;
+          return (values() - mean).abs().max().item<double>() < 1e-5 ? "averaged" : "not averaged";
+        },
+        over("auto"));
+    const auto ended = hosts.wait(45);
+    for (const int rank : {0, 1, 2})
+      EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "averaged") << rank << " " << late;
+  }
+  munmap(shared, sizeof(Shared));
 }
 
 TEST_F(ElasticGossip, ELA12_a_mean_that_stays_is_refused_within_the_job_and_there_after_it) {

@@ -93,6 +93,11 @@ void Metrics::append(const nlohmann::ordered_json& line) {
 void Metrics::take_over() {
   if (path_.empty() || writes_) return;
   const auto [text, end] = end_of(path_, begin_);
+  if (end - static_cast<int64_t>(text.size()) > begin_ && !kept_.empty()) {
+    // The last change is further back, and this rank has seen it: the writer is behind by a few lines at most.
+    const auto& [generation, line] = kept_.front();
+    former_generation_ = place_of(line).first == change ? generation - 1 : generation;
+  }
   for (size_t at = 0; at < text.size();) {
     const auto next = text.find('\n', at);
     const auto line = nlohmann::ordered_json::parse(text.substr(at, next - at), nullptr, /*allow_exceptions=*/false);

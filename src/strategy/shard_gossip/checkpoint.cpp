@@ -58,6 +58,7 @@ class ShardGossipSource : public FullyShardedSource {
     FullyShardedSource::end_load(past);
     auto mass = mass_;
     mass.resize(gossip_.buckets.size(), 1);
+    gossip_.mixed_at.reset();  // what was gathered is of the values before
     gossip_.mixing->resume_from(std::max<int64_t>(0, version_ - 1), std::move(mass));
     if (version_ == 0) return;
     gossip_.show();

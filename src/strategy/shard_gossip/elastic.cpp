@@ -69,6 +69,10 @@ void ShardGossipOptimizerCore::gather() {
         gossip.mixed_in[values.unsafeGetTensorImpl()] = {.others = views[member], .own = own};
       }
     }
+    // Not without a rank that the step began with, as gossip would go on: its host, and the job, are there to mend it.
+    if (!gossip.mixing->statistics().removed.empty()) {
+      throw CommError("a rank of another host has ended, and has not shown what this step mixes in");
+    }
     gossip.mixed_at = gossip.mixing->version();
   }
   state().commit.mixed_in = gossip.mixed_in;
@@ -85,11 +89,10 @@ void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& 
   const auto place = place_of(ranks, everybody.rank());
   const auto inside = everybody.subgroup(place.inside);
   auto& gossip = *gossip_;
-  if (gossip.kept) {  // the ranks may have changed while parameters held the hosts' mean
-    gossip.kept->put_all_back();
-    inside.barrier().wait();
-    gossip.kept.reset();
-  }
+  // The ranks may have changed while parameters held the hosts' mean, or while only some ranks had kept their own values.
+  if (gossip.kept) gossip.kept->put_all_back();
+  inside.barrier().wait();
+  gossip.kept.reset();
   gossip.holds_mean = false;
   ShardGroups groups{.all = inside, .shard = inside, .places = std::vector<int>(place.inside.size())};
   std::iota(groups.places.begin(), groups.places.end(), 0);
@@ -101,7 +104,13 @@ void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& 
   const bool owns = !place.across.empty();
   gossip.across = everybody.subgroup(owns ? place.across : std::vector<int>{everybody.rank()});
   gossip.sizes.clear();
-  for (const auto& host : ranks) gossip.sizes.push_back(static_cast<int>(host.size()));
+  gossip.ranks.clear();
+  gossip.gone.clear();
+  for (const auto& host : ranks) {
+    gossip.sizes.push_back(static_cast<int>(host.size()));
+    auto& members = gossip.ranks.emplace_back();
+    for (const int rank : host) members.push_back(everybody.world_rank(rank));
+  }
   gossip.gathered.clear();
   gossip.mixed_in.clear();
   gossip.mixed_at.reset();

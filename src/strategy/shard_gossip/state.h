@@ -36,15 +36,17 @@ struct ShardGossipOptimizerCore::Gossip {
   bool holds_mean = false;        // parameters hold the hosts' mean
   std::vector<at::Tensor> own{};  // this host's values, by bucket, meanwhile
   bool left = false;
+  std::vector<int> gone{};           // hosts, as the ranks of this one have agreed
   std::optional<Group> remaining{};  // of all ranks, when `hosts_gone` hosts had gone
   size_t hosts_gone = 0;
   // In an elastic job.
-  std::vector<std::string> names{};    // of the hosts at its start
-  std::unique_ptr<KeptValues> kept{};  // in place of `own`
-  std::optional<int64_t> version{};    // shown last, while the ranks change
-  std::vector<at::Tensor> gathered{};  // by bucket: what a step mixes in, where the ranks of this host can read it
-  MixedInTo mixed_in{};                // the same by what this rank updates
-  std::optional<int64_t> mixed_at{};   // version for which it was gathered
+  std::vector<std::string> names{};       // of the hosts at its start
+  std::vector<std::vector<int>> ranks{};  // by host, after a change: world ranks
+  std::unique_ptr<KeptValues> kept{};     // in place of `own`
+  std::optional<int64_t> version{};       // shown last, while the ranks change
+  std::vector<at::Tensor> gathered{};     // by bucket: what a step mixes in, where the ranks of this host can read it
+  MixedInTo mixed_in{};                   // the same by what this rank updates
+  std::optional<int64_t> mixed_at{};      // version for which it was gathered
 };
 
 }  // namespace shoal
