@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -22,12 +23,18 @@ namespace {
 
 void require_writable_file(const char* option, const std::string& path) {
   if (path.empty() || path == "-") return;
-  const bool existed = access(path.c_str(), F_OK) == 0;
+  struct stat status {};
+  const bool existed = stat(path.c_str(), &status) == 0;
+  if (existed && !S_ISREG(status.st_mode)) {  // opened, a named pipe would look finished to its reader
+    if (S_ISDIR(status.st_mode)) refuse(option, path, std::strerror(EISDIR));
+    if (access(path.c_str(), W_OK) != 0) refuse(option, path, std::strerror(errno));
+    return;
+  }
   const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
-  if (file < 0 && errno == ENXIO) return;  // a named pipe without a reader
   if (file < 0) refuse(option, path, std::strerror(errno));
   close(file);
-  if (!existed) unlink(path.c_str());
+  std::error_code error;
+  if (!existed) std::filesystem::remove(std::filesystem::canonical(path, error), error);  // not the link to it
 }
 
 void require_writable_folder(const char* option, const std::string& path) {

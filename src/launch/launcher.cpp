@@ -80,9 +80,10 @@ class Job {
       while (!runs() && !store_.may_end() && !waits_no_more_) step();  // on node 0, a rank may be added meanwhile
     } while (runs());
     forward_the_rest();
-    if (code_ && !interrupted_) print_verdict();
+    const bool failed_first = code_before_interrupt_.has_value();
+    if (code_ && (!interrupted_ || failed_first)) print_verdict();
     forward_the_rest();
-    if (interrupted_) return interrupted_well;
+    if (interrupted_) return failed_first ? *code_before_interrupt_ : interrupted_well;
     if (const int error = out_.error() != 0 ? out_.error() : err_.error(); error != 0 && !code_) {
       throw UsageError(fmt::format("cannot write the output of the ranks: {}", std::strerror(error)));
     }
@@ -255,6 +256,7 @@ class Job {
     if (term_at_ || interrupted_ || alive() == 0) return;
     const auto why = store_.failure_elsewhere();
     if (why.empty() || options_.keep_going) return;
+    if (std::exchange(told_of_others_, true)) return;
     if (!code_) code_ = 1;
     say("the job ends, because on another node {}", printable(why));
     term_at_ = after(options_.grace_seconds);
@@ -324,7 +326,7 @@ class Job {
       if (!code_) code_ = exit_code(status);
       if (!failures_end_nothing()) store_.report_failure(text);
       if (!interrupted_) say("{} (pid {})", text, child.pid);
-      if (!term_at_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
+      if (!term_at_ && !interrupted_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
       if (exit_code(status) != interrupted_well) replaced.push_back(child.rank);
     }
     for (const int rank : replaced) replace(rank);
@@ -364,9 +366,12 @@ class Job {
   // The first interrupt lets the ranks end on their own, the second one kills them.
   void interrupt(int count) {
     kill_all(interrupted_ || count > 1 ? SIGKILL : SIGINT, false);
+    // A job that ends because of a failure ends no later, and not well.
+    if (!interrupted_ && !failures_end_nothing()) code_before_interrupt_ = code_;
+    const auto stop_at = after(options_.stop_seconds);
+    if (!term_at_ || interrupted_ || (stop_at && *stop_at < *term_at_)) term_at_ = stop_at;
     interrupted_ = true;
     waits_no_more_ = alive() == 0;
-    term_at_ = after(options_.stop_seconds);
   }
 
   void enforce_deadlines() {
@@ -414,6 +419,8 @@ class Job {
   std::optional<int> code_;  // exit code of the first failure
   bool succeeded_ = false;   // of any rank
   bool interrupted_ = false;
+  std::optional<int> code_before_interrupt_;
+  bool told_of_others_ = false;
   bool waits_no_more_ = false;  // for other nodes
   bool watcher_has_ended_ = false;
   std::optional<SteadyClock::time_point> term_at_;

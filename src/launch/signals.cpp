@@ -10,6 +10,10 @@ namespace shoal {
 
 Signals::Signals() {
   sigemptyset(&set_);
+  // Inherited as ignored, the system would reap the ranks itself, and nobody would learn how they ended.
+  struct sigaction by_default {};
+  by_default.sa_handler = SIG_DFL;
+  sigaction(SIGCHLD, &by_default, &child_before_);
   for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGCHLD}) sigaddset(&set_, signal);
   struct sigaction hangup {};
   const bool nohup = sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_IGN;
@@ -21,6 +25,7 @@ Signals::Signals() {
 Signals::~Signals() {
   close(fd_);
   pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  sigaction(SIGCHLD, &child_before_, nullptr);
 }
 
 Signals::Asked Signals::asked() {

@@ -26,6 +26,7 @@ class Signals {
  private:
   sigset_t set_{};
   sigset_t before_{};
+  struct sigaction child_before_ {};
   int fd_ = -1;
 };
 

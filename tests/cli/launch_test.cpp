@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <thread>
@@ -497,6 +498,56 @@ TEST(Launch, a_stop_grace_may_be_longer_than_a_clock_can_say) {
     EXPECT_EQ(ended.code, 130) << ended.output;
     EXPECT_TRUE(contains(ended, "saved")) << grace << ": " << ended.output;
   }
+}
+
+TEST(Launch, a_rank_may_save_for_as_long_as_the_stop_grace_when_the_others_have_ended) {
+  const TempFolder folder;
+  const auto ready = folder.file("ready");
+  const auto ended =
+      run({"sh", "-c",
+           std::string(SHOAL) + " launch -n 2 --grace 0.3 --stop-grace inf -- sh -c '" +
+               "[ $RANK = 1 ] && trap \"exit 130\" INT || trap \"sleep 2; echo saved; exit 130\" INT; echo > " + ready +
+               "$RANK; while :; do sleep 0.1; done' & pid=$!; until [ -e " + ready + "0 ] && [ -e " + ready +
+               "1 ]; do sleep 0.05; done; kill -INT $pid; wait $pid"},
+          20);
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(contains(ended, "saved")) << ended.output;
+}
+
+TEST(Launch, an_interrupt_does_not_prolong_a_job_that_has_failed) {
+  const TempFolder folder;
+  const auto log = folder.file("log");
+  const auto ended =
+      run({"sh", "-c",
+           std::string(SHOAL) +
+               " launch -n 2 --grace 2 --stop-grace 60 -- sh -c 'trap \"\" INT; [ $RANK = 0 ] && exit 3; " +
+               "sleep 50' > " + log + " 2>&1 & pid=$!; until grep -q \"exit code 3\" " + log +
+               "; do sleep 0.05; done; kill -INT $pid; wait $pid"},
+          30);
+  EXPECT_EQ(ended.code, 3) << ended.output;
+  EXPECT_LT(ended.seconds, 15);
+}
+
+// Daemons ignore SIGCHLD, which programs that they start inherit.
+TEST(Launch, ranks_are_seen_to_end_though_the_caller_ignores_its_children) {
+  const auto ended =
+      run({"sh", "-c", std::string("trap '' CHLD; exec ") + SHOAL + " launch -n 2 -- sh -c 'exit 3'"}, 20);
+  EXPECT_EQ(ended.code, 3) << ended.output;
+}
+
+TEST(Launch, a_file_that_is_written_at_the_end_may_be_a_pipe_or_a_link_to_nothing_yet) {
+  const TempFolder folder;
+  const auto pipe = folder.file("pipe"), got = folder.file("got");
+  const auto piped = run({"sh", "-c",
+                          "mkfifo " + pipe + "; cat " + pipe + " > " + got + " & " + SHOAL + " launch -n 1 --json " +
+                              pipe + " -- true; code=$?; wait; grep -q exit_code " + got + " && exit $code; exit 99"},
+                         20);
+  EXPECT_EQ(piped.code, 0) << piped.output;
+  const auto link = folder.file("link");
+  std::filesystem::create_symlink(folder.file("target"), link);
+  EXPECT_EQ(launch({"-n", "1", "--json", link, "--", "true"}).code, 0);
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_GT(std::filesystem::file_size(folder.file("target")), 10U);
 }
 
 TEST(Launch, a_progress_bar_is_seen_while_it_moves) {

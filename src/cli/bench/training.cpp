@@ -110,9 +110,11 @@ Json run(const Contestant& contestant, const Scratch& scratch) {
   std::ifstream file(report);
   if (status != 0 || !file) {
     std::ifstream said(log);
-    const std::string text((std::istreambuf_iterator<char>(said)), {});
-    throw Error(fmt::format("{} {} failed: {}", contestant.peer, contestant.strategy,
-                            text.substr(text.size() > 2000 ? text.size() - 2000 : 0)));
+    std::string reason, line;  // programs in Python say it last
+    while (std::getline(said, line)) {
+      if (!line.empty()) reason = line;
+    }
+    throw Error(fmt::format("{} {} failed: {}", contestant.peer, contestant.strategy, reason));
   }
   return Json::parse(file);
 }

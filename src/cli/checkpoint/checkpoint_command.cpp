@@ -64,10 +64,10 @@ int inspect(const CheckpointOptions& options) {
   if (options.json == "-") return 0;
   const auto& index = reader.index();
   fmt::print("{}\n", reader.path().string());
-  fmt::print("written by {}{}\n", index.library,
+  fmt::print("written by {}{}\n", printable(index.library),
              index.strategy.empty()
                  ? ""
-                 : fmt::format(", {} at {} ranks, step {}", index.strategy, index.world_size, index.step));
+                 : fmt::format(", {} at {} ranks, step {}", printable(index.strategy), index.world_size, index.step));
   std::map<std::string, std::pair<int64_t, int64_t>> parts;  // tensors, bytes
   fmt::print("\n{:<48}{:<12}{:<16}{:>14}{:>8}\n", "tensor", "part", "dtype", "MiB", "slices");
   for (const auto& [name, tensor] : index.tensors) {

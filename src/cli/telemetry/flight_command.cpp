@@ -48,7 +48,7 @@ void print_flight(const Flight& flight, size_t last) {
     };
     fmt::print("  {:>14.3f} ms  issued {:>9}  finished {:>9}  {}{}\n", 1e-6 * static_cast<double>(record.entered),
                milliseconds(record.issued), milliseconds(record.finished),
-               record.group < 0 ? "" : flight.groups[record.group].name + " ", describe(record));
+               record.group < 0 ? "" : printable(flight.groups[record.group].name) + " ", describe(record));
   }
 }
 

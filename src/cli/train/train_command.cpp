@@ -5,6 +5,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <csignal>
+#include <ctime>
 #include <filesystem>
 #include <thread>
 
@@ -44,11 +46,29 @@ void load_libraries(const TrainOptions& options) {
   toy->forward(input).sum().backward();
 }
 
+// The first signal lets the step end. A second Ctrl-C does not wait; within a second it is the same one, which a launcher has
+// passed on, too.
+void stop(int signal) {
+  static volatile std::sig_atomic_t first = 0;  // the second in which it came
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const auto second = static_cast<std::sig_atomic_t>(now.tv_sec);
+  if (interrupted != 0 && signal == SIGINT && second - first > 1) {
+    std::signal(SIGINT, SIG_DFL);
+    raise(SIGINT);
+  }
+  if (interrupted == 0) first = second;
+  interrupted = 1;
+}
+
 void stop_at_the_end_of_the_step() {
   struct sigaction action {};
-  action.sa_handler = [](int) { interrupted = 1; };
+  action.sa_handler = stop;
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  struct sigaction hangup {};
+  const bool nohup = sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_IGN;
+  if (!nohup) sigaction(SIGHUP, &action, nullptr);
 }
 
 // Saves the model alone, for other programs; rank 0 has all of it.
@@ -142,7 +162,8 @@ int train_rank(const TrainOptions& options) {
     if (result.stopped) return leave_interrupted(leads, "model", file);
     // Starts with output that cannot fail: a path that was writable at the start may be gone.
     if (leads && options.json != "-") summarise(report, result, options, world, file);
-    if (leads && options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
+    if (leads && options.logging_data && result.logging && options.json != "-")
+      fmt::print("\n{}", to_table(*result.logging));
     std::fflush(stdout);
     if (leads && !options.json.empty()) write_json(options.json, report);
     if (!options.trace.empty()) {
@@ -190,6 +211,9 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
   require_writable_folder("--save", options.save);
   require_writable_file("--json", options.json);
   require_writable_file("--metrics", options.metrics);
+  if (!options.metrics.empty() && options.metrics == options.json) {
+    throw UsageError("--metrics and --json: one file cannot be both, give two");
+  }
 }
 
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {

@@ -1,10 +1,12 @@
 #include "cli/train/trainer.h"
+#include "base/printable.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <filesystem>
 
+#include "base/printable.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
 #include "cli/train/exchanges.h"
@@ -166,7 +168,7 @@ int64_t Trainer::resume() {
   if (schedule_) schedule_->set_position(first);  // its own count is in steps of the ranks that it began with
   if (group_.rank() == 0) {
     fmt::print(stderr, "going on after step {} of {}{}\n", first, loaded.path.string(),
-               loaded.exact ? "" : fmt::format(" ({} at {} ranks)", loaded.strategy, loaded.ranks));
+               loaded.exact ? "" : fmt::format(" ({} at {} ranks)", printable(loaded.strategy), loaded.ranks));
     for (const auto& difference : loaded.differences) fmt::print(stderr, "{}\n", difference);
   }
   return first;
@@ -237,7 +239,7 @@ void Trainer::tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainRes
   result.eval.push_back(evaluation);
   loop.progress.clear();
   const auto last = loop.number - 1;
-  if (leads()) {
+  if (leads() && options_.json != "-") {
     const auto per_epoch = feed_.steps_per_epoch();
     fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", (per_epoch ? last / *per_epoch : 0) + 1,
                evaluation.loss, 100 * evaluation.accuracy);
