@@ -145,7 +145,7 @@ class LocalUpdates {
   // Before values are loaded in place, so that loads which leave all values as they were do not count.
   void before_loading();
   // Calls the optimizer's zero_grad(). During the warm-up it also ends a backward that has failed on this rank.
-  void zero_grad();
+  void zero_grad(bool set_to_none = true);
 
   // Scope with the mean of the ranks' parameters. Exchanges in flight continue. Collective.
   [[nodiscard]] MeanParameters mean_parameters();

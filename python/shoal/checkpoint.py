@@ -25,7 +25,7 @@ from ._mirror import Wrapped, mirror_of
 from .distributed import group_of
 from .nn.decentralized import DecentralizedDataParallel
 from .nn.fsdp import FullyShardedDataParallel
-from .optim import DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, OSS, ShardedOptimizer
+from .optim import DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, OSS, ShardedOptimizer, ShardGossipOptimizer
 
 __all__ = ["Loaded", "TrainingState", "load", "load_latest", "load_module", "save", "save_async", "save_module"]
 
@@ -48,8 +48,11 @@ class TrainingState:
     """State of a training. Arguments, by strategy:
 
     (DistributedDataParallel, any optimizer, or OSS), (ShardedDataParallel, OSS), (DistributedOptimizer),
-    (module, DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer), (DecentralizedDataParallel), (LocalUpdates), and (module, optimizer)
-    where all ranks hold the same values.
+    (module, DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer), (FullyShardedDataParallel,
+    ShardGossipOptimizer), (DecentralizedDataParallel), (LocalUpdates), and (module, optimizer) where all ranks hold the same
+    values.
+
+    process_group: of the last one, and of ShardGossipOptimizer, the group that was given to host_groups(); None: all ranks.
     """
 
     def __init__(self, *parts: Any, process_group: Any = None) -> None:
@@ -103,6 +106,8 @@ def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
         model, optimizer = parts
         if isinstance(optimizer, DistributedOptimizer) and model is optimizer._module:
             return _C.TrainingState(optimizer._core)
+        if isinstance(model, FullyShardedDataParallel) and isinstance(optimizer, ShardGossipOptimizer):
+            return _C.TrainingState(model._core, optimizer._core, group_of(process_group))
         if isinstance(model, FullyShardedDataParallel) and isinstance(optimizer, FullyShardedOptimizer):
             return _C.TrainingState(model._core, optimizer._core)
         if isinstance(model, Wrapped) and isinstance(optimizer, OSS):

@@ -83,7 +83,7 @@ class _Rank:
         """Takes what it returned or raised."""
         try:
             self.error, self.result = pickle.loads(self._pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # the second, if it ended while it wrote
             self._process.join()
             code = self._process.exitcode or 0
             self.error = f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"

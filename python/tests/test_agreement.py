@@ -247,6 +247,38 @@ def test_PY05_gradients_that_are_set_by_hand(strategy):
         assert "DisagreeError" in error and "set by hand" in error and "tokens.weight with digest" in error, error
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_PY05_gradients_that_are_set_by_hand_are_compared_where_the_model_is_compiled(backend):
+    def trains(rank):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        model = torch.compile(shoal.nn.DistributedDataParallel(net), backend=backend)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(torch.full((4, 3), 1.0 + rank)).square().sum()
+            for parameter, gradient in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for error in errors_on_ranks(trains):
+        assert "DisagreeError" in error and "set by hand" in error, error
+
+
+def test_PY05_a_compiled_model_is_not_compiled_again_in_each_step():
+    def trains(rank):
+        net = torch.nn.Linear(3, 2)
+        model = torch.compile(shoal.nn.DistributedDataParallel(net), backend="eager")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(6):
+            with torch._dynamo.config.patch(error_on_recompile=step > 1):
+                model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    on_ranks(trains)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_PY05_gradients_that_are_set_by_hand_are_dropped_by_oss(strategy):
     def trains(rank):

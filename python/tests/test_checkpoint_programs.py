@@ -327,3 +327,51 @@ def test_PY07_a_small_file_does_not_take_much_memory(tmp_path):
 
     for ended in Ranks(loads, ranks=1).outcomes(timeout=60):
         assert ended[0], ended
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_PY07_hosts_that_average_their_parameters_go_on_after_a_resume(given, tmp_path):
+    def trains(rank):
+        def make():
+            torch.manual_seed(0)
+            inside, across = shoal.distributed.host_groups(size=2)
+            model = shoal.nn.FullyShardedDataParallel(torch.nn.Linear(3, 2), inside)
+            optimizer = shoal.optim.ShardGossipOptimizer(model, across, torch.optim.AdamW, lr=0.1)
+            everybody = {"process_group": dist.group.WORLD} if given else {}
+            return model, optimizer, shoal.checkpoint.TrainingState(model, optimizer, **everybody)
+
+        def steps(model, optimizer, count):
+            for number in range(count):
+                model(torch.full((4, 3), 1.0 + rank + number)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def values(model, optimizer):
+            with model.summon_full_params():
+                return [parameter.detach().clone() for parameter in model.module.parameters()]
+
+        model, optimizer, state = make()
+        steps(model, optimizer, 3)
+        shoal.checkpoint.save(tmp_path / "run", state, step=3)
+        steps(model, optimizer, 3)
+        expected = values(model, optimizer)
+        model, optimizer, state = make()
+        loaded = shoal.checkpoint.load(tmp_path / "run", state)
+        assert loaded.exact and "hybrid_gossip" in loaded.strategy, loaded
+        steps(model, optimizer, 3)
+        for value, other in zip(values(model, optimizer), expected, strict=True):
+            assert torch.equal(value, other)
+
+    on_ranks(trains, ranks=4)
+
+
+def test_PY07_ranks_but_one_may_have_no_position(tmp_path):
+    def trains(rank):
+        net = torch.nn.Linear(3, 2)
+        state = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        shoal.checkpoint.save(tmp_path / "run", state, step=1, position="here" if rank == 0 else None)
+        assert shoal.checkpoint.load(tmp_path / "run", state).position == ("here" if rank == 0 else "")
+        with pytest.raises(shoal.UsageError, match="position must be text or bytes, not int"):
+            shoal.checkpoint.save(tmp_path / "run", state, step=2, position=3)
+
+    on_ranks(trains)

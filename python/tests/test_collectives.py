@@ -1,11 +1,14 @@
 """PY01: every collective of torch.distributed on CPU tensors."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import shoal
-from ranks import on_ranks
+from ranks import Ranks, on_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64]
 
@@ -75,8 +78,59 @@ def test_PY01_parts_of_unequal_sizes():
         lists = [torch.empty(n, 2) for n in rows]
         dist.all_to_all(lists, list(sent.split(rows)))
         assert all(bool((each == r).all()) for r, each in enumerate(lists))
+        # Equal parts, which only one rank writes down.
+        sent, received = torch.arange(6.0) + 10 * rank, torch.empty(6)
+        dist.all_to_all_single(received, sent, *([[2] * 3] * 2 if rank == 1 else []))
+        assert received.tolist() == [10.0 * r + 2 * rank + i for r in range(3) for i in range(2)]
 
     on_ranks(run, ranks=3)
+
+
+def test_PY01_tensors_of_inference_mode_may_be_strided():
+    def run(rank):
+        with torch.inference_mode():
+            tensor = torch.full((3, 2), float(rank + 1)).t()
+            work = dist.all_reduce(tensor, async_op=True)
+            one = torch.full((4,), rank + 1)[::2]
+            mean = dist.all_reduce(one, op=dist.ReduceOp.AVG, async_op=True)
+            whole = torch.empty(2, 4).t()
+            gathered = dist.all_gather_into_tensor(whole, torch.full((2, 2), float(rank)), async_op=True)
+            time.sleep(0.3)  # another thread ends them
+            for each in (work, mean, gathered):
+                each.wait()
+            assert tensor.tolist() == [[3.0] * 3] * 2
+            assert one.tolist() == [1, 1]
+            assert whole.tolist() == [[0.0] * 2] * 2 + [[1.0] * 2] * 2
+
+    on_ranks(run, ranks=2)
+
+
+def test_PY01_a_timeout_may_be_for_ever():
+    ended = Ranks(lambda rank: dist.barrier(), 2, {"timeout": timedelta(days=1000000)}).outcomes()
+    assert all(outcome[0] for outcome in ended), ended
+
+
+def test_PY01_a_call_that_is_empty_on_one_rank_is_refused_on_both():
+    def run(rank):
+        seen, loss = torch.ones(rank), torch.ones(1)
+        with pytest.raises(shoal.DisagreeError, match=r"all_reduce\(sum, 0 x Float\).*all_reduce\(sum, 1 x Float\)"):
+            dist.all_reduce(seen)
+            dist.all_reduce(loss)
+
+    on_ranks(run, ranks=2)
+
+
+def test_PY01_every_part_of_a_scatter_or_gather_has_the_size_of_the_tensor():
+    def run(rank):
+        parts = [torch.ones(3), torch.ones(1)]
+        if rank == 0:
+            with pytest.raises(shoal.UsageError, match="as large as"):
+                dist.scatter(torch.zeros(3), parts, src=0)
+            with pytest.raises(shoal.UsageError, match="as large as"):
+                dist.gather(torch.zeros(3), parts, dst=0)
+        dist.barrier()
+
+    on_ranks(run, ranks=2)
 
 
 def test_PY01_tensors_of_any_strides():

@@ -363,3 +363,24 @@ def test_DEC03_rates_are_those_of_the_update(inside):
             torch.testing.assert_close(parameter.detach(), value)
 
     on_ranks(trains)
+
+
+def test_PY05_gradients_of_local_updates_may_be_set_to_zero():
+    def trains(rank):
+        def losses(local):
+            torch.manual_seed(0)
+            net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(3, 2)})
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            if local:
+                optimizer = shoal.optim.LocalUpdates(net, optimizer, every=1)
+            for step in range(4):
+                x = torch.ones(4, 3)
+                (net["a"](x) + (net["b"](x) if step == 0 else 0)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)  # so that b keeps its momentum
+            return [parameter.detach() for parameter in net.parameters()]
+
+        for value, expected in zip(losses(True), losses(False), strict=True):
+            torch.testing.assert_close(value, expected)
+
+    on_ranks(trains)

@@ -76,6 +76,7 @@ class DistributedDataParallel(Wrapper):
     def _versions(self) -> int:
         return sum(parameter._version for _, parameter in self._watched)
 
+    @torch.compiler.disable  # compiled, the versions of the first call would stay for good
     def _compare_if_written(self) -> None:
         """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
         versions, steps = self._seen

@@ -122,7 +122,7 @@ class LocalUpdates(torch.optim.Optimizer):
         self._core.parameters_loaded()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._core.zero_grad()
+        self._core.zero_grad(set_to_none)
         self.inner.zero_grad(set_to_none)
 
     @contextlib.contextmanager

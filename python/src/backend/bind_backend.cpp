@@ -1,6 +1,8 @@
 #include <fmt/format.h>
 #include <pybind11/chrono.h>
 
+#include <algorithm>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -16,7 +18,8 @@ namespace shoal::python {
 namespace {
 
 int whole_seconds(std::chrono::milliseconds time) {
-  return std::max<int>(1, static_cast<int>((time.count() + 999) / 1000));
+  constexpr int64_t most = int64_t{10} * 365 * 24 * 3600;  // "for ever" is a usual value, too
+  return static_cast<int>(std::clamp<int64_t>((time.count() + 999) / 1000, 1, most));
 }
 
 Group join_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
@@ -26,7 +29,7 @@ Group join_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   options.size = size;
   options.transport = transport;
   options.timeout_seconds = whole_seconds(timeout);
-  options.rendezvous_timeout_seconds = std::min(options.timeout_seconds, 300);
+  options.rendezvous_timeout_seconds = options.timeout_seconds;
   options.while_waiting = run_signal_handlers;
   return init(store, options).group();
 }

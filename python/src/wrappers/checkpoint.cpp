@@ -5,6 +5,7 @@
 #include "shoal/fsdp.h"
 #include "shoal/local_sgd.h"
 #include "shoal/megatron.h"
+#include "shoal/shard_gossip.h"
 #include "shoal/zero.h"
 #include "wrappers/bind.h"
 
@@ -21,7 +22,15 @@ SaveOptions save_options(const py::dict& given) {
   SaveOptions options;
   Keywords(given, "save")
       .read("step", options.step)
-      .with("position", [&](const py::object& position) { options.position = position.cast<std::string>(); })
+      .with("position",
+            [&](const py::object& position) {
+              if (position.is_none()) return;
+              if (!py::isinstance<py::str>(position) && !py::isinstance<py::bytes>(position)) {
+                throw UsageError("save: position must be text or bytes, not " +
+                                 py::type::of(position).attr("__name__").cast<std::string>());
+              }
+              options.position = position.cast<std::string>();
+            })
       .read("keep_last", options.keep_last)
       .read("snapshot_mb", options.snapshot_mb)
       .finish();
@@ -81,6 +90,10 @@ void bind_checkpoint(py::module_& module) {
   using KeepArguments = py::keep_alive<1, 2>;
   py::class_<Training, Held<Training>>(module, "TrainingState")
       .def(py::init([](DataParallelCore& parallel, OSSCore& oss) { return hold(checkpoint_source(parallel, oss)); }),
+           KeepArguments(), py::keep_alive<1, 3>())
+      .def(py::init([](FullyShardedCore& parallel, ShardGossipOptimizerCore& optimizer, const Group& all) {
+             return hold(checkpoint_source(parallel, optimizer, all));
+           }),
            KeepArguments(), py::keep_alive<1, 3>())
       .def(py::init([](FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer) {
              return hold(checkpoint_source(parallel, optimizer));

@@ -6,6 +6,7 @@
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
 #include "shoal/megatron.h"
+#include "shoal/shard_gossip.h"
 #include "wrappers/bind.h"
 #include "wrappers/calls.h"
 #include "wrappers/local_training.h"
@@ -36,7 +37,6 @@ class ElasticTrainer {
         joining_(world_.joining()),
         module_(std::static_pointer_cast<Mirror>(parallel.module())),
         sharded_(&optimizer) {
-    agree_before_commit();
     make(sampler, given, parallel, optimizer);
   }
   ElasticTrainer(DistributedOptimizerCore& optimizer, DistributedSampler* sampler, const py::dict& given)
@@ -44,14 +44,12 @@ class ElasticTrainer {
         joining_(world_.joining()),
         module_(std::static_pointer_cast<Mirror>(optimizer.modules().front())),
         sharded_(&optimizer) {
-    agree_before_commit();
     make(sampler, given, optimizer);
   }
   // Ranks that train alone, and exchange their parameters.
   ElasticTrainer(LocalTraining& local, DistributedSampler* sampler, const py::dict& given)
       : world_(world_of(local.agreement.group())), joining_(world_.joining()), module_(local.mirror), local_(&local) {
     local.optimizer->read();
-    agree_before_commit();
     make(sampler, given, *local.updates);
     if (joining_) local.optimizer->write();
   }
@@ -192,10 +190,18 @@ class ElasticTrainer {
   template <class... Trained>
   void make(DistributedSampler* sampler, const py::dict& given, Trained&... trained) {
     const auto options = options_of(given);
-    unlocked([&] {
-      elastic_ = sampler != nullptr ? std::make_unique<Elastic>(world_, trained..., *sampler, options)
-                                    : std::make_unique<Elastic>(world_, trained..., options);
-    });
+    auto* agreement = agreement_of_ranks();
+    const auto former = agreement != nullptr ? std::optional(*agreement) : std::nullopt;
+    agree_before_commit();
+    try {
+      unlocked([&] {
+        elastic_ = sampler != nullptr ? std::make_unique<Elastic>(world_, trained..., *sampler, options)
+                                      : std::make_unique<Elastic>(world_, trained..., options);
+      });
+    } catch (...) {
+      if (former) *agreement = *former;
+      throw;
+    }
   }
   // nullptr: each rank has all of the optimizer, and its options are the program's affair.
   StepAgreement* agreement_of_ranks() const {
@@ -206,8 +212,12 @@ class ElasticTrainer {
   const ParamGroups& param_groups() const {
     return local_ != nullptr ? local_->optimizer->param_groups() : sharded_->param_groups();
   }
+  // Hosts that average their parameters may have options of their own.
   void agree_before_commit() const {
-    if (auto* agreement = agreement_of_ranks()) agreement->move_before_commit(world_.group());
+    auto* agreement = agreement_of_ranks();
+    if (agreement == nullptr) return;
+    const bool of_host = dynamic_cast<ShardGossipOptimizerCore*>(sharded_) != nullptr;
+    agreement->move_before_commit(of_host ? sharded_->group() : world_.group());
   }
   // What Python has changed.
   void read() const {

@@ -60,7 +60,8 @@ void bind_local_updates(py::module_& module) {
            })
       .def("before_loading", [](LocalTraining& local) { local.updates->before_loading(); })
       .def("parameters_loaded", [](LocalTraining& local) { local.updates->parameters_loaded(); })
-      .def("zero_grad", [](LocalTraining& local) { unlocked([&] { local.updates->zero_grad(); }); })
+      .def("zero_grad",
+           [](LocalTraining& local, bool set_to_none) { unlocked([&] { local.updates->zero_grad(set_to_none); }); })
       .def(
           "mean_parameters",
           [](LocalTraining& local) {

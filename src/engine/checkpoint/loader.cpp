@@ -150,7 +150,8 @@ void TrainingLoader::check() const {
   std::set<std::string> trained;
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
-      if (trained.insert(piece.name).second) wanted.push_back({piece.name, piece.parameter.sizes().vec(), piece.parameter.scalar_type()});
+      if (trained.insert(piece.name).second)
+        wanted.push_back({piece.name, piece.parameter.sizes().vec(), piece.parameter.scalar_type()});
     }
   }
   std::set<std::string> seen;  // a frozen parameter may have several slices

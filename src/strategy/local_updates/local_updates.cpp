@@ -228,9 +228,9 @@ void LocalUpdates::parameters_loaded() {
   state_->loads.end();
 }
 
-void LocalUpdates::zero_grad() {
+void LocalUpdates::zero_grad(bool set_to_none) {
   if (state_->reducer) state_->reducer->settle();
-  state_->optimizer.zero_grad();
+  state_->optimizer.zero_grad(set_to_none);
 }
 
 MeanParameters LocalUpdates::mean_parameters() {
