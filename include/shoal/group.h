@@ -12,6 +12,7 @@
 
 namespace shoal {
 
+class BackendFlight;
 class PendingWork;
 
 // Handle on an asynchronous operation, like c10d::Work. Move-only. Owns the tensors of the operation until it has
@@ -28,20 +29,27 @@ class [[nodiscard]] Work {
   ~Work();
 
   // Blocks until the operation has finished on this rank. Throws CommError if a peer is dead, stopped or exceeds the
-  // timeout; the message names that rank, the operation, its sequence number, step and bucket. Calling wait() again
-  // returns immediately.
+  // timeout; the message names that rank, the operation, its sequence number, step and bucket. The group is unusable
+  // then, on all ranks, and nobody reads or writes the tensors for the operation any more (but over MPI). Calling wait()
+  // again returns immediately.
   void wait();
 
   // As wait(), for `limit` at most; true if the operation has finished.
   bool wait_for(std::chrono::milliseconds limit);
 
-  // Returns true if wait() would not block.
+  // Returns true if wait() would not block: the operation has finished, or it has failed, its timeout since the first call
+  // is over, or a rank that it needs has been gone for 5 s: then wait() throws.
   bool done();
 
   // Rank of the group that has sent the message. For a finished receive from any_source.
   int source() const;
 
  private:
+  friend class BackendFlight;
+  // One slice of a wait that ends with the operation; true if that has finished.
+  bool wait_on(std::chrono::milliseconds slice);
+  bool take_if(bool finished);
+
   std::unique_ptr<PendingWork> pending_;
   int source_ = any_source;
 };

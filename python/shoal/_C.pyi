@@ -76,6 +76,7 @@ def agree(group: Group, subject: str, items: Sequence[str]) -> None:
     """DisagreeError, which names the first item that differs, unless all ranks give the same. Collective."""
 
 def is_watched(tensor: torch.Tensor) -> bool: ...
+def uncompiled(function: Callable[[Any], Any], argument: Any) -> Any: ...
 def digest(tensor: torch.Tensor) -> int:
     """A number that stands for the tensor's dtype and the bits of its elements."""
 

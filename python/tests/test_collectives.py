@@ -1,5 +1,6 @@
 """PY01: every collective of torch.distributed on CPU tensors."""
 
+import os
 import time
 from datetime import timedelta
 
@@ -288,3 +289,29 @@ def test_PY01_complex_tensors_are_summed(dtype):
             dist.reduce(own[rank].clone(), dst=0, op=dist.ReduceOp.PRODUCT)
 
     on_ranks(run, ranks=3)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "gloo"])
+def test_PY01_ranks_that_wait_for_each_other_in_two_groups_are_named(transport):
+    def run(rank):
+        first, second = dist.new_group(), dist.new_group()
+        with pytest.raises(shoal.DisagreeError, match="ranks wait for each other in different groups"):
+            dist.all_reduce(torch.ones(4), group=first if rank == 0 else second)
+
+    on_ranks(run, ranks=2, init={"pg_options": shoal.distributed.Options(transport=transport)})
+
+
+def test_PY01_a_forked_child_that_aborts_its_group_breaks_nothing():
+    def run(rank):
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+                os._exit(0)
+            os.waitpid(child, 0)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one.item() == 2
+
+    for transport in ("auto", "tcp"):
+        on_ranks(run, ranks=2, init={"pg_options": shoal.distributed.Options(transport=transport)})

@@ -8,7 +8,6 @@
 #include <set>
 #include <utility>
 
-#include "comm/membership/first_generation.h"
 #include "comm/rendezvous/world_state.h"
 #include "elastic/elastic_state.h"
 
@@ -132,41 +131,33 @@ bool Elastic::State::begin_epoch() {
   return false;
 }
 
-namespace {
-// Before anything is compared with other ranks, some of which may know a second Elastic by something else.
-const World& fresh(const World& world) {
-  fresh_cell(world);
-  return world;
-}
-}  // namespace
-
 Elastic::Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
                  DistributedSampler& sampler, const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), parallel, optimizer), &sampler, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, parallel, optimizer), &sampler, options)) {}
 
 Elastic::Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
                  const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), parallel, optimizer), nullptr, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, parallel, optimizer), nullptr, options)) {}
 
 Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, DistributedSampler& sampler,
                  const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), optimizer), &sampler, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, optimizer), &sampler, options)) {}
 
 Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), optimizer), nullptr, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, optimizer), nullptr, options)) {}
 
 Elastic::Elastic(const World& world, LocalUpdates& updates, DistributedSampler& sampler, const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), updates), &sampler, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, updates), &sampler, options)) {}
 
 Elastic::Elastic(const World& world, LocalUpdates& updates, const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), updates), nullptr, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, updates), nullptr, options)) {}
 
 Elastic::Elastic(const World& world, ElasticTraining& training, DistributedSampler& sampler,
                  const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), training), &sampler, options, &training)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, training), &sampler, options, &training)) {}
 
 Elastic::Elastic(const World& world, ElasticTraining& training, const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, elastic_parts(fresh(world), training), nullptr, options, &training)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, training), nullptr, options, &training)) {}
 
 Elastic::~Elastic() = default;
 

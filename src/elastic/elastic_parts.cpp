@@ -7,6 +7,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "comm/membership/first_generation.h"
 #include "engine/sharded/sharded_state.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "optim/state.h"
@@ -85,6 +86,8 @@ class WithFSDP : public Wrapped {
         parallel_(parallel),
         optimizer_(optimizer),
         averages_(dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr) {
+    // First, since a second Elastic meets hosts that may have become unequal, where ranks would refuse it for different reasons.
+    if (averages_) fresh_cell(world);
     parallel.require_regroupable();
     optimizer.require_regroupable(parallel, world.group());
   }

@@ -109,6 +109,9 @@ TEST(Bench, wrong_options_are_refused) {
            {{"--transports", "host,udp"}, "--transports udp: choose from host, tcp, gloo"},
            {{"--sizes", "4X"}, "'4X' is not a size"},
            {{"--dtypes", "float8"}, "--dtypes float8"},
+           {{"--steps", "10"}, "--steps is for training steps"},
+           {{"--train", "--sizes", "4"}, "--sizes is for collectives"},
+           {{"--threads", "0"}, "--threads 0: give at least 1"},
            {{"--train", "--strategies", "zero9"}, "--strategies zero9"},
            {{"--train", "--steps", "2"}, "--steps must be at least 4"},
            {{"--train", "--peer-python", "python3"}, "--peer-script ''"}}) {

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -211,6 +212,14 @@ TEST(Trace, merged_traces_have_one_clock) {
     }
     EXPECT_LT(last_begin, first_end) << "step " << step;
   }
+}
+
+TEST(Trace, a_run_leaves_no_traces_of_one_with_more_ranks) {
+  const TempFolder folder;
+  train(folder, {"--model", "mlp", "--steps", "2", "--ranks", "3"});
+  train(folder, {"--model", "mlp", "--steps", "2", "--ranks", "2"});
+  EXPECT_TRUE(std::filesystem::exists(folder.file("rank-1.json")));
+  EXPECT_FALSE(std::filesystem::exists(folder.file("rank-2.json")));
 }
 
 TEST(Trace, merge_refuses_what_is_not_a_trace) {

@@ -35,7 +35,7 @@ bool late() {
 std::string error_of(const std::function<void()>& act) {
   try {
     act();
-  } catch (const CommError& error) {
+  } catch (const Error& error) {
     return error.what();
   }
   return "(nothing was thrown)";
@@ -115,6 +115,28 @@ TEST_F(FailedGroup, a_receive_that_timed_out_is_over) {
   }
 }
 
+// Ranks that wait for each other in different groups find it out in the store, of which the transport does not know. Before the
+// tests of the backend, whose thread might make the missing call.
+TEST_F(FailedGroup, a_difference_between_groups_is_told_to_ranks_that_come_later) {
+  const auto first = fresh(), second = fresh();
+  for (const auto* group : {&first, &second}) state_of(*group)->progress->timeout_ms = 20000;
+  auto tensor = first.allocate(100000, at::kFloat).fill_(world().rank() + 1);
+  world().group().barrier().wait();
+  if (late()) {
+    auto other = at::ones({1});
+    EXPECT_NE(error_of([&] { second.all_reduce(other).wait(); }), "(nothing was thrown)");
+  } else {
+    EXPECT_NE(error_of([&] { first.all_reduce(tensor).wait(); }), "(nothing was thrown)");
+    tensor.fill_(1000);
+  }
+  world().group().barrier().wait();
+  if (late()) {
+    EXPECT_NE(error_of([&] { first.all_reduce(tensor).wait(); }), "(nothing was thrown)");
+  }
+  world().group().barrier().wait();
+  EXPECT_TRUE((tensor == (late() ? world().size() : 1000)).all().item<bool>());
+}
+
 TEST_F(FailedGroup, an_abort_is_told_to_all_ranks) {
   for (const int64_t numel : {1, 400000}) {
     const auto group = fresh();
@@ -153,7 +175,7 @@ TEST_F(FailedGroup, work_that_has_failed_is_done) {
     while (!work.done() && Clock::now() - begin < std::chrono::seconds(10)) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(8));
     EXPECT_THROW(work.wait(), CommError);
   }
   world().group().barrier().wait();

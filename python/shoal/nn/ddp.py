@@ -65,7 +65,7 @@ class DistributedDataParallel(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and not self._accumulates:
-            self._compare_if_written()
+            _C.uncompiled(_compare_if_written, self)  # compiled, the versions of the first call would stay for good
         return super().forward(*args, **kwargs)
 
     def _regrouped(self, group: _C.Group) -> None:
@@ -76,15 +76,15 @@ class DistributedDataParallel(Wrapper):
     def _versions(self) -> int:
         return sum(parameter._version for _, parameter in self._watched)
 
-    @torch.compiler.disable  # compiled, the versions of the first call would stay for good
-    def _compare_if_written(self) -> None:
-        """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
-        versions, steps = self._seen
-        now = self._versions(), self._core.step()
-        if now[0] == versions and not self._loaded:
-            return
-        self._seen = now
-        if now[1] == steps or self._loaded:
-            self._loaded = False
-            items = [f"{name} with digest {_C.digest(parameter.detach()):x}" for name, parameter in self._watched]
-            _C.agree(self._group, "the parameters after load_state_dict(), or after gradients set by hand", items)
+
+def _compare_if_written(model: DistributedDataParallel) -> None:
+    """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
+    versions, steps = model._seen
+    now = model._versions(), model._core.step()
+    if now[0] == versions and not model._loaded:
+        return
+    model._seen = now
+    if now[1] == steps or model._loaded:
+        model._loaded = False
+        items = [f"{name} with digest {_C.digest(parameter.detach()):x}" for name, parameter in model._watched]
+        _C.agree(model._group, "the parameters after load_state_dict(), or after gradients set by hand", items)

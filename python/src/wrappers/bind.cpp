@@ -5,6 +5,7 @@
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_values.h"
 #include "shoal/group.h"
+#include "wrappers/calls.h"
 
 namespace shoal::python {
 
@@ -118,6 +119,7 @@ void bind_wrappers(py::module_& module) {
   });
   module.def("is_watched", &is_watchable);
   module.def("digest", [](const at::Tensor& tensor) { return unlocked([&] { return digest_of(tensor); }); });
+  module.def("uncompiled", &call_uncompiled);
   py::class_<Scope>(module, "Scope").def("end", &Scope::end);
   bind_hooks(module);
   bind_sharded_optimizer(module);

@@ -1,5 +1,7 @@
 #include "wrappers/calls.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <string>
 
 #include "comm/group/group_state.h"
@@ -35,6 +37,17 @@ void rethrow(py::error_already_set& raised) {
   python_error kept;
   kept.persist();
   throw kept;
+}
+
+py::object call_uncompiled(const py::function& function, const py::object& argument) {
+  static const py::handle set =
+      py::object(py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame")).release();
+  const auto former = set(py::none());
+  const auto restore = c10::make_scope_exit([&] {
+    const py::error_scope pending;  // of the function
+    set(former);
+  });
+  return function(argument);
 }
 
 }  // namespace shoal::python

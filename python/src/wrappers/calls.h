@@ -46,4 +46,7 @@ SharedObject call(const SharedObject& function, Arguments... arguments) {
   }
 }
 
+// Calls function(argument) while torch.compile compiles nothing. As torch.compiler.disable does, whose import takes seconds.
+py::object call_uncompiled(const py::function& function, const py::object& argument);
+
 }  // namespace shoal::python

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <set>
+#include <string>
 
 #include "cli/bench/collectives.h"
 #include "cli/bench/html.h"
@@ -73,6 +75,18 @@ void validate_start(const BenchOptions& options, const Placement& placement) {
   }
 }
 
+// Options of training without --train, and those of collectives with it.
+void refuse_what_is_ignored(const CLI::App& command, bool train) {
+  const std::set<std::string> of_collectives{"--ops", "--sizes", "--dtypes", "--buffers"};
+  for (const auto* option : command.get_options()) {
+    const auto name = option->get_name();
+    const bool of_training = name != "--train" && option->get_description().rfind("--train:", 0) == 0;
+    if (option->count() == 0 || (train ? of_collectives.count(name) == 0 : !of_training)) continue;
+    throw UsageError(train ? name + " is for collectives: leave it out with --train"
+                           : name + " is for training steps: give --train, too");
+  }
+}
+
 int bench(const BenchOptions& options, const Placement& placement, const std::vector<std::string>& line) {
   if (options.train) {
     const auto bench = bench_training(options.training, line[0]);
@@ -127,7 +141,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--model", training.model, "--train: model: mlp, cnn, gpt")->capture_default_str();
   command->add_option("--size", training.size, "--train: model size: tiny, small; gpt also large, gpt2")
       ->capture_default_str();
-  command->add_option("--optimizer", training.optimizer, "--train")->capture_default_str();
+  command->add_option("--optimizer", training.optimizer, "--train: as in shoal train")->capture_default_str();
   command->add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
   command->add_option("--accumulate", training.accumulate, "--train: micro-batches per step")->capture_default_str();
   command->add_option("--steps", training.steps, "--train: steps per run, three of them warm-up")
@@ -147,7 +161,9 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--threads", options->threads, "compute threads per rank")->capture_default_str();
   command->add_option("--json", options->json, "write the report as JSON to this file; - is standard output");
   command->add_option("--html", options->html, "write the report as an HTML page with plots to this file");
-  command->callback([options, &line, &chosen] {
+  command->callback([options, command, &line, &chosen] {
+    refuse_what_is_ignored(*command, options->train);
+    if (options->threads < 1) throw UsageError(fmt::format("--threads {}: give at least 1", options->threads));
     if (options->ranks.value_or(default_ranks) < 2) throw UsageError("--ranks must be at least 2");
     if (options->rounds.value_or(1) < 1) {
       throw UsageError(fmt::format("--rounds {}: give at least 1", *options->rounds));

@@ -74,6 +74,7 @@ void add_launch_command(CLI::App& app, Action& chosen) {
     read_elastic(*elastic, *options);
     options->validate();
     require_writable_file("--json", *json);
+    require_writable_folder("--flight-recorder", options->flight_recorder);
     chosen = [options, json] {
       const auto start = std::chrono::steady_clock::now();
       const int code = launch(*options);

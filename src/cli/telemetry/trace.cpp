@@ -2,8 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "cli/train/report.h"
 
@@ -52,6 +54,19 @@ void add_span(Json& events, const Span& span, int rank, int row, Clock::duration
 }
 
 }  // namespace
+
+void remove_traces(const std::string& folder) {
+  std::error_code error;
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    const auto name = entry.path().filename().string();
+    int rank = 0, length = 0;
+    const bool is_trace = std::sscanf(name.c_str(), "rank-%d.json%n", &rank, &length) == 1 &&  // NOLINT(cert-err34-c)
+                          length == static_cast<int>(name.size());
+    if (is_trace) files.push_back(entry.path());
+  }
+  for (const auto& file : files) fs::remove(file, error);
+}
 
 void write_trace(const std::string& folder, const Timeline& timeline, int rank, Clock::duration clock) {
   std::error_code error;

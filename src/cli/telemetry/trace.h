@@ -6,6 +6,9 @@
 
 namespace shoal::cli {
 
+// Removes the files of an earlier run, which may have had more ranks: rank-N.json.
+void remove_traces(const std::string& folder);
+
 // Writes `folder`/rank-RANK.json for chrome://tracing or Perfetto: one process per rank, one row per thread, and a
 // track for overlapping spans. Times are microseconds of rank 0's clock; clock: see clock_offset. UsageError names the
 // file.

@@ -207,7 +207,9 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
   require_open_files(ranks);
   if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(arena_bytes);
   require_writable_folder("--trace", options.trace);
+  require_writable_folder("--flight-recorder", options.flight_recorder);
   if (placement.rank != 0) return;
+  if (!options.trace.empty()) remove_traces(options.trace);
   require_writable_folder("--save", options.save);
   require_writable_file("--json", options.json);
   require_writable_file("--metrics", options.metrics);

@@ -5,7 +5,7 @@
 
 namespace shoal {
 
-BackendWork::BackendWork(std::shared_ptr<Flight> flight, std::shared_ptr<Progress> progress, Parts parts,
+BackendWork::BackendWork(std::shared_ptr<BackendFlight> flight, std::shared_ptr<Progress> progress, Parts parts,
                          bool waited_for)
     : Work(parts.rank, parts.type, parts.title,
            parts.inputs.empty() ? std::nullopt : std::optional<Tensors>(parts.inputs)),

@@ -21,7 +21,7 @@ class BackendWork : public c10d::Work {
     int rank;
   };
   // waited_for: the caller waits at once, so nobody else has to see to its progress.
-  BackendWork(std::shared_ptr<Flight> flight, std::shared_ptr<Progress> progress, Parts parts, bool waited_for);
+  BackendWork(std::shared_ptr<BackendFlight> flight, std::shared_ptr<Progress> progress, Parts parts, bool waited_for);
   ~BackendWork() override;
 
   bool isCompleted() override;
@@ -39,7 +39,7 @@ class BackendWork : public c10d::Work {
   // Sees to it that the flight ends although nobody waits.
   void hurry();
 
-  const std::shared_ptr<Flight> flight_;
+  const std::shared_ptr<BackendFlight> flight_;
   const std::shared_ptr<Progress> progress_;
   const Tensors results_;
   const uint64_t sequence_;

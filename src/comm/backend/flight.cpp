@@ -12,15 +12,15 @@
 
 namespace shoal {
 
-Flight::Flight(const Group& group, std::vector<Work> works, std::vector<at::Tensor> kept,
-               std::vector<std::function<void()>> finish)
+BackendFlight::BackendFlight(const Group& group, std::vector<Work> works, std::vector<at::Tensor> kept,
+                             std::vector<std::function<void()>> finish)
     : group_(group),
       rings_bell_(group.transport() == "host"),
       works_(std::move(works)),
       kept_(std::move(kept)),
       finish_(std::move(finish)) {}
 
-void Flight::when_over(std::function<void()> callback) {
+void BackendFlight::when_over(std::function<void()> callback) {
   {
     const std::lock_guard lock(mutex_);
     if (!over_) {
@@ -31,11 +31,11 @@ void Flight::when_over(std::function<void()> callback) {
   callback();
 }
 
-bool Flight::settle(Milliseconds slice) {
+bool BackendFlight::settle(Milliseconds slice, bool to_the_end) {
   for (; settled_ < works_.size(); ++settled_) {
     auto& work = works_[settled_];
     if (slice.count() < 0 && !work.done()) return false;
-    if (!work.wait_for(std::max(slice, Milliseconds(0)))) return false;
+    if (!(to_the_end ? work.wait_on(slice) : work.wait_for(std::max(slice, Milliseconds(0))))) return false;
     if (work.source() != any_source) source_ = work.source();
   }
   const c10::NoGradGuard no_grad;
@@ -43,7 +43,7 @@ bool Flight::settle(Milliseconds slice) {
   return true;
 }
 
-void Flight::land(std::unique_lock<std::mutex> lock) {
+void BackendFlight::land(std::unique_lock<std::mutex> lock) {
   const auto works = std::exchange(works_, {});
   const auto kept = std::exchange(kept_, {});
   const auto finish = std::exchange(finish_, {});
@@ -53,11 +53,11 @@ void Flight::land(std::unique_lock<std::mutex> lock) {
   for (const auto& callback : callbacks) callback();
 }
 
-bool Flight::end_if_settled(Milliseconds slice) {
+bool BackendFlight::end_if_settled(Milliseconds slice) {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (over_ || !lock) return over_;  // who holds the lock waits for the end
   try {
-    if (!settle(slice)) return false;
+    if (!settle(slice, /*to_the_end=*/false)) return false;
   } catch (...) {
     error_ = std::current_exception();
   }
@@ -65,15 +65,15 @@ bool Flight::end_if_settled(Milliseconds slice) {
   return true;
 }
 
-bool Flight::look() {
+bool BackendFlight::look() {
   return end_if_settled(Milliseconds(-1));
 }
 
-bool Flight::check() {
+bool BackendFlight::check() {
   return end_if_settled(Milliseconds(0));
 }
 
-void Flight::wait(Milliseconds limit) {
+void BackendFlight::wait(Milliseconds limit) {
   std::unique_lock lock(mutex_);
   const auto begin = Clock::now();
   const auto& while_waiting = state_of(group_)->world->options.while_waiting;
@@ -91,7 +91,7 @@ void Flight::wait(Milliseconds limit) {
     }
     bool ended = true;
     try {
-      ended = settle(slice);
+      ended = settle(slice, /*to_the_end=*/limit.count() <= 0);
     } catch (...) {
       error_ = std::current_exception();
     }

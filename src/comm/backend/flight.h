@@ -15,14 +15,14 @@ namespace shoal {
 
 // Thread-safe. Outlives its handle, so that a handle may be dropped. No tensor is released and no callback runs under its
 // lock or a transport's, because both may need an interpreter's lock whose holder waits for this one.
-class Flight {
+class BackendFlight {
  public:
   // kept: tensors that live until the operations have ended. finish: runs after the operations, before the flight is
   // over (copies into tensors of other strides).
-  Flight(const Group& group, std::vector<Work> works, std::vector<at::Tensor> kept,
-         std::vector<std::function<void()>> finish);
-  Flight(const Flight&) = delete;
-  Flight& operator=(const Flight&) = delete;
+  BackendFlight(const Group& group, std::vector<Work> works, std::vector<at::Tensor> kept,
+                std::vector<std::function<void()>> finish);
+  BackendFlight(const BackendFlight&) = delete;
+  BackendFlight& operator=(const BackendFlight&) = delete;
 
   // Runs once the flight is over; at once if it is. Its thread is any that sees the end.
   void when_over(std::function<void()> callback);
@@ -50,7 +50,7 @@ class Flight {
   bool end_if_settled(Milliseconds slice);
   // Under the lock: true if the operations have ended, each having been waited for `slice` at most. Negative: asks them
   // alone.
-  bool settle(Milliseconds slice);
+  bool settle(Milliseconds slice, bool to_the_end);
   // Marks the end; releases the lock before tensors and callbacks.
   void land(std::unique_lock<std::mutex> lock);
 

@@ -80,8 +80,8 @@ class GroupBackend::Job {
 
   Pending end(Tensors inputs, Tensors results) {
     auto& world = *state_of(backend_.group_)->world;
-    auto flight =
-        std::make_shared<Flight>(backend_.group_, std::move(works_), operands.take_kept(), operands.take_finish());
+    auto flight = std::make_shared<BackendFlight>(backend_.group_, std::move(works_), operands.take_kept(),
+                                                  operands.take_finish());
     if (!flight->rings_bell()) flight->look();
     BackendWork::Parts parts{.type = type_,
                              .title = title_,
@@ -120,6 +120,8 @@ c10d::ErrorType GroupBackend::getError() {
 void GroupBackend::abort() {
   const auto& state = *state_of(group_);
   state.progress->failure.set("this rank has aborted the process group");
+  // Not by a forked child, whose transport is the parent's; and in an elastic job the ranks give up groups together.
+  if (state.world->is_forked_copy() || state.world->watch) return;
   const int rank = state.world->placement.rank;
   state.progress->transport->abandon({fmt::format("rank {} has aborted the process group", rank), rank});
 }

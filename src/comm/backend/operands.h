@@ -33,7 +33,7 @@ class Operands {
   // Divides a result, rounding towards zero, before it is copied to its tensor.
   void divide_when_done(const at::Tensor& result, int64_t divisor);
 
-  // For Flight.
+  // For BackendFlight.
   Tensors take_kept() { return std::move(kept_); }
   std::vector<std::function<void()>> take_finish() { return std::move(finish_); }
 

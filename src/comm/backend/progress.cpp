@@ -49,7 +49,7 @@ struct Progress::State : std::enable_shared_from_this<Progress::State> {
   const int pid = getpid();
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  std::vector<std::shared_ptr<Flight>> flights;
+  std::vector<std::shared_ptr<BackendFlight>> flights;
   bool stop = false;
   bool parked = false;   // the leader waits for a flight
   bool on_bell = false;  // the leader waits for peers
@@ -78,7 +78,7 @@ Progress::~Progress() {
   if (state_->on_bell) state_->memory->wake();
 }
 
-void Progress::add(std::shared_ptr<Flight> flight) {
+void Progress::add(std::shared_ptr<BackendFlight> flight) {
   const Lock lock(state_->mutex);
   state_->flights.push_back(std::move(flight));
   if (state_->parked) {
@@ -150,7 +150,7 @@ std::optional<Progress::State::Left> Progress::State::round() {
     left.urgent = left.urgent || flight->urgent();
     left.ring_bell = left.ring_bell && flight->rings_bell();
   }
-  std::vector<std::shared_ptr<Flight>> over;  // released after the lock
+  std::vector<std::shared_ptr<BackendFlight>> over;  // released after the lock
   lock.lock();
   const auto first =
       std::stable_partition(flights.begin(), flights.end(), [](const auto& each) { return !each->over(); });

@@ -23,7 +23,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  void add(std::shared_ptr<Flight> flight);
+  void add(std::shared_ptr<BackendFlight> flight);
   // Somebody depends on the end of a flight without waiting for it.
   void hurry();
   // A callback that may wait for other flights is about to run on this thread.

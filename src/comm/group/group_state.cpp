@@ -32,6 +32,7 @@ GroupProgress::~GroupProgress() {
 namespace {
 constexpr const char* check_suffix = "/checks";
 constexpr Milliseconds patience_of_polls(100);
+constexpr Milliseconds patience_with_ended(5000);
 }  // namespace
 
 bool compares_calls(const std::string& group) {
@@ -179,17 +180,23 @@ struct PendingWork::Waiting {
 struct PendingWork::Polling {
   Clock::time_point deadline;
   Clock::time_point next_look;  // at the peers
+  std::optional<Clock::time_point> fault_since{};
 };
 
 // A failed operation counts as done, so that a program that polls it ends; wait() tells.
 bool PendingWork::done() {
   if (finished_ || work_->done() || !group_->progress->failure.text().empty()) return true;
   const auto now = Clock::now();
-  if (!polling_) polling_.reset(new Polling{now + timeout(), now + patience_of_polls});
+  if (!polling_) polling_.reset(new Polling{.deadline = now + timeout(), .next_look = now + patience_of_polls});
   if (now < polling_->next_look) return false;
   polling_->next_look = now + patience_of_polls;
   const auto* watch = group_->world->watch.get();
-  if ((watch != nullptr && watch->raised()) || fault_of_peers()) return true;
+  if (watch != nullptr && watch->raised()) return true;
+  // A rank that has done its part may have ended while others have not.
+  const bool faulty = fault_of_peers().has_value();
+  if (!faulty) polling_->fault_since.reset();
+  if (faulty && !polling_->fault_since) polling_->fault_since = now;
+  if (faulty && now - *polling_->fault_since > patience_with_ended) return true;
   if (now < polling_->deadline) return false;
   if (!waiting_) waiting_.reset(new Waiting{now, stuck()});
   return true;
@@ -211,9 +218,9 @@ void PendingWork::wait_to_the_end() {
   }
 }
 
-bool PendingWork::wait_for(Milliseconds limit) {
+bool PendingWork::wait_for(Milliseconds limit, bool to_the_end) {
   if (finished_) return true;
-  if (!wait_slice(limit, /*to_the_end=*/false)) return false;
+  if (!wait_slice(limit, to_the_end)) return false;
   watch_.finished(*group_, call_);
   return true;
 }
@@ -290,9 +297,6 @@ bool PendingWork::wait_slice(Milliseconds limit, bool to_the_end) {
   } catch (const DisagreeError& error) {
     if (group_->progress->transport->checks_agreement()) disagree(error.what());
     fail_from(error);  // the error concerns some ranks, and a part of the operation
-  } catch (const Abandoned& error) {
-    require_generation();
-    fail(error.culprit(), error.what());
   } catch (const std::exception& error) {
     fail_from(error);
   }
@@ -325,6 +329,7 @@ StuckWait PendingWork::stuck() const {
 
 void PendingWork::fail_from(const std::exception& error) {
   require_generation();
+  if (const auto* left = dynamic_cast<const Abandoned*>(&error)) fail(left->culprit(), error.what());
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
   text = text.substr(0, text.find('\n'));
@@ -363,10 +368,8 @@ void PendingWork::abandon(const std::string& why, int culprit) {
 void PendingWork::disagree(const std::string& difference) {
   set_failure(*group_, difference);
   // If the transport does not tell the other ranks, they read it from the store, which this rank may host.
-  if (!group_->progress->transport->checks_agreement()) {
-    group_->world->liveness->stay_for_others();
-    abandon(difference, -1);
-  }
+  if (!group_->progress->transport->checks_agreement()) group_->world->liveness->stay_for_others();
+  abandon(difference, -1);
   throw DisagreeError(
       fmt::format("{} (detected by rank {} in group '{}')", difference, group_->world->placement.rank, group_->name));
 }

@@ -116,8 +116,8 @@ class PendingWork {
   PendingWork& operator=(const PendingWork&) = delete;
 
   void wait();
-  // Waits up to `limit`; true when finished.
-  bool wait_for(Milliseconds limit);
+  // Waits up to `limit`; true when finished. to_the_end: the caller does nothing else until it is.
+  bool wait_for(Milliseconds limit, bool to_the_end);
   bool done();
   int source() const;
 

@@ -18,8 +18,15 @@ void Work::wait() {
 }
 
 bool Work::wait_for(std::chrono::milliseconds limit) {
-  if (!pending_) return true;
-  if (!pending_->wait_for(limit)) return false;
+  return !pending_ || take_if(pending_->wait_for(limit, /*to_the_end=*/false));
+}
+
+bool Work::wait_on(std::chrono::milliseconds slice) {
+  return !pending_ || take_if(pending_->wait_for(slice, /*to_the_end=*/true));
+}
+
+bool Work::take_if(bool finished) {
+  if (!finished) return false;
   source_ = pending_->source();
   pending_.reset();
   return true;

@@ -38,6 +38,7 @@ class ChainWork : public TransportWork {
       : transport_(std::move(transport)), chain_(std::move(chain)) {}
   bool done() override;
   bool wait_for(Milliseconds slice, Milliseconds remaining) override;
+  bool needs(int world_rank) override;
 
  private:
   std::shared_ptr<Hierarchical> transport_;
@@ -113,6 +114,12 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
     const std::lock_guard lock(mutex_);
     return chain.over();
   }
+  // Nobody knows what a stage that has not begun will need.
+  bool needs(const Chain& chain, int world_rank) {
+    const std::lock_guard lock(mutex_);
+    return !chain.waiting.empty() || std::any_of(chain.running.begin(), chain.running.end(),
+                                                 [&](const auto& work) { return work->needs(world_rank); });
+  }
   // The work that the chain waits for, if any.
   std::shared_ptr<TransportWork> running(const Chain& chain) {
     const std::lock_guard lock(mutex_);
@@ -181,6 +188,10 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
 bool ChainWork::done() {
   transport_->advance();
   return transport_->is_over(*chain_);
+}
+
+bool ChainWork::needs(int world_rank) {
+  return transport_->needs(*chain_, world_rank);
 }
 
 bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {

@@ -2,7 +2,7 @@
 // Control block of a group: a block of shared memory through which its ranks coordinate. Operations announce themselves
 // here, count arrived and finished ranks, and report errors. Written by the users of this file only.
 //
-//   ControlBlock | Entry 0 .. ring-1, each with one Header per rank | Mailbox source * size + destination
+//   ControlBlock | UseFlag by rank | Entry 0 .. ring-1, each with one Header per rank | Mailbox source * size + destination
 //
 // Counters only grow; they are compared with the value that the operation in question brings them to.
 
@@ -45,6 +45,11 @@ struct Entry {
   alignas(cache_line) std::atomic<uint64_t> finished;  // grows by `size` per use of the entry
 };
 
+// Whether a rank uses other ranks' tensors now.
+struct UseFlag {
+  alignas(cache_line) std::atomic<uint32_t> in_place;
+};
+
 struct ControlBlock {
   std::atomic<uint32_t> readers;  // number of ranks that may still read other ranks' buffers
   std::atomic<uint32_t> users;    // number of ranks that still need this block
@@ -54,23 +59,8 @@ struct ControlBlock {
   std::atomic<uint32_t> fault;
   int32_t culprit;  // world rank; -1: unknown
   char fault_text[1000];
-  alignas(cache_line) std::atomic<uint32_t> in_place;        // number of ranks that use other ranks' tensors now
   alignas(cache_line) std::atomic<uint64_t> stage_filled;    // grows by `size` per staged round
   alignas(cache_line) std::atomic<uint64_t> stage_finished;  // grows by `size` per staged round
-};
-
-// Use of other ranks' tensors. A rank that gives the group up sets the fault, and then waits until nobody uses them: either
-// it sees this object, or goes_on() sees the fault.
-class UseInPlace {
- public:
-  explicit UseInPlace(ControlBlock& block) : block_(block) { block_.in_place.fetch_add(1); }
-  ~UseInPlace() { block_.in_place.fetch_sub(1); }
-  UseInPlace(const UseInPlace&) = delete;
-  UseInPlace& operator=(const UseInPlace&) = delete;
-  bool goes_on() const { return block_.fault.load() == ControlBlock::none; }
-
- private:
-  ControlBlock& block_;
 };
 
 // Slot for a message, or a piece of one, between two ranks.
@@ -96,11 +86,11 @@ class ControlLayout {
   ControlLayout(std::byte* base, int size) : base_(base), size_(size) {}
 
   static size_t bytes(int size) {
-    return round_up(sizeof(ControlBlock)) + ring_entries * entry_bytes(size) +
-           sizeof(Mailbox) * static_cast<size_t>(size) * size;
+    return before_entries(size) + ring_entries * entry_bytes(size) + sizeof(Mailbox) * static_cast<size_t>(size) * size;
   }
 
   ControlBlock& block() const { return *reinterpret_cast<ControlBlock*>(base_); }
+  UseFlag& use(int rank) const { return reinterpret_cast<UseFlag*>(base_ + round_up(sizeof(ControlBlock)))[rank]; }
   Entry& entry(uint64_t number) const { return *reinterpret_cast<Entry*>(entry_at(number)); }
   Header& header(uint64_t number, int rank) const {
     return *reinterpret_cast<Header*>(entry_at(number) + round_up(sizeof(Entry)) + rank * header_bytes(size_));
@@ -110,12 +100,15 @@ class ControlLayout {
   }
   uint64_t* expected(Header& header) const { return reinterpret_cast<uint64_t*>(windows(header) + size_); }
   Mailbox& mailbox(int source, int destination) const {
-    auto* first = base_ + round_up(sizeof(ControlBlock)) + ring_entries * entry_bytes(size_);
+    auto* first = base_ + before_entries(size_) + ring_entries * entry_bytes(size_);
     return reinterpret_cast<Mailbox*>(first)[source * size_ + destination];
   }
 
  private:
   static size_t round_up(size_t bytes) { return (bytes + cache_line - 1) / cache_line * cache_line; }
+  static size_t before_entries(int size) {
+    return round_up(sizeof(ControlBlock)) + sizeof(UseFlag) * static_cast<size_t>(size);
+  }
   static size_t header_bytes(int size) {
     return round_up(sizeof(Header) + (sizeof(Window) + sizeof(uint64_t)) * static_cast<size_t>(size));
   }
@@ -123,7 +116,7 @@ class ControlLayout {
     return round_up(sizeof(Entry)) + header_bytes(size) * static_cast<size_t>(size);
   }
   std::byte* entry_at(uint64_t number) const {
-    return base_ + round_up(sizeof(ControlBlock)) + (number % ring_entries) * entry_bytes(size_);
+    return base_ + before_entries(size_) + (number % ring_entries) * entry_bytes(size_);
   }
 
   std::byte* base_;
@@ -134,5 +127,22 @@ class ControlLayout {
 inline bool reached(const std::atomic<uint64_t>& counter, uint64_t rounds, int size) {
   return counter.load(std::memory_order_acquire) >= rounds * static_cast<uint64_t>(size);
 }
+
+// Use of other ranks' tensors by a rank. One that gives the group up sets the fault, and then waits until nobody uses them:
+// either it sees this object, or goes_on() sees the fault.
+class UseInPlace {
+ public:
+  UseInPlace(const ControlLayout& control, int rank) : control_(control), rank_(rank) {
+    control_.use(rank_).in_place.store(1);
+  }
+  ~UseInPlace() { control_.use(rank_).in_place.store(0); }
+  UseInPlace(const UseInPlace&) = delete;
+  UseInPlace& operator=(const UseInPlace&) = delete;
+  bool goes_on() const { return control_.block().fault.load() == ControlBlock::none; }
+
+ private:
+  const ControlLayout& control_;
+  const int rank_;
+};
 
 }  // namespace shoal

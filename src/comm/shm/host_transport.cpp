@@ -192,9 +192,8 @@ class SharedMemoryTransport : public Transport,
     std::unique_lock lock(mutex_);
     if (!failure_) return;
     const auto failure = failure_;
-    const bool given_up = given_up_;  // then ranks wait for each other elsewhere, and the block may be freed
     lock.unlock();
-    if (!given_up) await_users();
+    await_users();
     std::rethrow_exception(failure);
   }
   bool failed() {
@@ -215,15 +214,19 @@ class SharedMemoryTransport : public Transport,
   }
 
  private:
-  // Waits until no rank works on the tensors of others any more; one that has ended in the midst of it is not waited for.
-  void await_users() const {
+  // Waits until no rank uses the tensors of others any more, for 2 s at most: one may be stopped. One that has ended is not
+  // waited for.
+  void await_users() {
     const auto deadline = SteadyClock::now() + std::chrono::seconds(2);
-    const auto& used = group_.control.block().in_place;
-    const auto gone = [](const auto& peer) { return peer && peer->gone(); };
-    const auto& peers = group_.peers;
-    while (used.load() > 0 && SteadyClock::now() < deadline) {
-      if (std::count_if(peers.begin(), peers.end(), gone) >= static_cast<int64_t>(used.load())) return;
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    const auto used = [this](int rank) {
+      const std::lock_guard lock(mutex_);
+      return !given_up_ && group_.control.use(rank).in_place.load() != 0;  // given up, the block may be freed
+    };
+    for (int rank = 0; rank < group_.size; ++rank) {
+      const auto& peer = group_.peers[rank];
+      while (peer && used(rank) && !peer->gone() && SteadyClock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
     }
   }
 

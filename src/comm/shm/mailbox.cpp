@@ -211,7 +211,7 @@ bool Mailboxes::copy_from(const Slot& slot, int from, std::byte* to) const {
     std::memcpy(to, slot.data, window.bytes);
     return true;
   }
-  const UseInPlace use(group_.control.block());
+  const UseInPlace use(group_.control, group_.rank);
   if (!use.goes_on()) return false;
   std::memcpy(to, group_.at(from, {window.arena, window.offset}), window.bytes);
   return true;

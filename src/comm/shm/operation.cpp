@@ -231,7 +231,7 @@ void Operation::reduce_range(std::vector<std::byte*> destinations, int part, int
 bool Operation::work(int64_t begin, int64_t end) {
   if (plan_.work == Plan::Work::nothing) return true;
   std::optional<UseInPlace> use;
-  if (any_shared_) use.emplace(group_.control.block());
+  if (any_shared_) use.emplace(group_.control, group_.rank);
   if (use && !use->goes_on()) return false;
   move_bytes(begin, end);
   return true;

@@ -43,6 +43,8 @@ class Collective {
   void received(int rank);
   // Whether this operation still needs something from that rank, or has something for it.
   bool concerns(int rank) const { return !schedule_.sends[rank].empty() || !schedule_.receives[rank].empty(); }
+  // Whether it needs one that has entered: before all have, small data of it are there already.
+  bool needs(int rank) const { return begun_ ? concerns(rank) : !schedule_.whole && concerns(rank); }
 
  private:
   void check(const std::vector<EntryBytes>& entries) const;

@@ -200,7 +200,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     const auto found = std::find(world_ranks_.begin(), world_ranks_.end(), world_rank);
     const auto rank = static_cast<int>(found - world_ranks_.begin());
     if (found == world_ranks_.end() || rank == rank_) return false;
-    return !collective.begun() || collective.concerns(rank);
+    return !entries_.has(rank, collective.number()) || collective.needs(rank);
   }
 
  private:

@@ -164,8 +164,10 @@ class C10dTransport : public Transport {
   }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
+    const bool message = call.op == Op::send || call.op == Op::recv;
+    if (name_ == "gloo" && message && call.bytes() == 0) return issue_empty_message(call);
     // Gloo would not compare it with what the others call.
-    if (name_ == "gloo" && is_empty(call)) return issue_empty(call);
+    if (name_ == "gloo" && is_empty(call)) return std::make_unique<C10dWork>(start(as_barrier(call), call), call);
     const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
     if (equal_parts && name_ == "gloo") return scatter_and_add(call);
     const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
@@ -175,13 +177,10 @@ class C10dTransport : public Transport {
   }
 
  private:
-  std::unique_ptr<TransportWork> issue_empty(const Call& call) {
-    if (call.op == Op::send || call.op == Op::recv) {
-      Call message = call;
-      message.inputs = {at::zeros({1}, at::kByte)};
-      return std::make_unique<C10dWork>(start(message), message);
-    }
-    return std::make_unique<C10dWork>(start(as_barrier(call), call), call);
+  std::unique_ptr<TransportWork> issue_empty_message(const Call& call) {
+    Call message = call;
+    message.inputs = {at::zeros({1}, at::kByte)};
+    return std::make_unique<C10dWork>(start(message), message);
   }
 
   // libtorch's reduce-scatter over Gloo is an all-reduce of a copy: it moves twice as much, and only wait() tells that

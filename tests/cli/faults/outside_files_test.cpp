@@ -26,7 +26,7 @@ Ended confined(const std::vector<std::string>& arguments) {
 #else
   std::vector<std::string> line{"/bin/sh", "-c", "ulimit -v 1400000; exec \"$0\" \"$@\"", SHOAL};
   line.insert(line.end(), arguments.begin(), arguments.end());
-  return run(line, 20);
+  return run(line, 90);  // beside other tests
 #endif
 }
 
