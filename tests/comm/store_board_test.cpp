@@ -259,6 +259,7 @@ TEST(StoreBoardStall, ELA10_a_store_that_stands_still_for_a_while_is_not_lost) {
   auto first = made[0].get();
   auto second = made[1].get();
   kill(server, SIGSTOP);
+  waitpid(server, nullptr, WUNTRACED);  // until all of its threads have stopped
   auto shown = std::async(std::launch::async, [&] { first->show(to_words(entry_of(5))); });
   std::this_thread::sleep_for(std::chrono::seconds(5));
   EXPECT_EQ(shown.wait_for(milliseconds(0)), std::future_status::timeout);
