@@ -6,7 +6,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <numeric>
 #include <thread>
 
 #include "comm/backend/backend.h"
@@ -21,13 +20,6 @@ namespace {
 
 using test::world;
 using ::testing::HasSubstr;
-
-// New group, which the test may break.
-Group fresh() {
-  std::vector<int> everyone(world().size());
-  std::iota(everyone.begin(), everyone.end(), 0);
-  return world().group().subgroup(everyone);
-}
 
 bool odd_one() {
   return world().rank() == world().size() - 1;
@@ -53,7 +45,7 @@ double seconds_since(Clock::time_point start) {
 void expect_named(const std::function<void(const Group&, at::Tensor)>& act, const std::vector<std::string>& parts) {
   for (const int64_t numel : {4, 1000, 400000}) {
     for (const bool shared : {false, true}) {
-      const auto group = fresh();
+      const auto group = test::fresh_group();
       auto tensor = shared ? group.allocate(numel, at::kFloat) : at::empty({numel});
       tensor.fill_(world().rank() + 1);
       std::string text = "(nothing was thrown)";
@@ -175,8 +167,8 @@ TEST_F(BEY09, names_an_operation_that_one_rank_added) {
 }
 
 void expect_different_groups_named() {
-  const auto first = fresh();
-  const auto second = fresh();
+  const auto first = test::fresh_group();
+  const auto second = test::fresh_group();
   for (const auto* group : {&first, &second}) {
     auto sum = at::ones({4});
     group->all_reduce(sum).wait();
@@ -209,8 +201,8 @@ TEST_F(BEY09, names_different_groups) {
 
 // Rank 0 only looks whether the first one is finished, and would go on.
 TEST_F(BEY09, a_wait_with_a_limit_is_no_difference) {
-  const auto first = fresh();
-  const auto second = fresh();
+  const auto first = test::fresh_group();
+  const auto second = test::fresh_group();
   auto one = at::ones({1}), other = at::ones({1});
   world().group().barrier().wait();
   if (world().rank() == 0) {
@@ -237,8 +229,8 @@ TEST_F(BEY09, names_different_groups_after_a_thread_that_has_ended) {
 // elsewhere.
 TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
-  const auto first = fresh();
-  const auto second = fresh();
+  const auto first = test::fresh_group();
+  const auto second = test::fresh_group();
   std::string text = "(nothing was thrown)";
   world().group().barrier().wait();
   const auto start = Clock::now();
@@ -261,7 +253,7 @@ TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {
 
 // The late rank is told when it comes.
 TEST_F(BEY09, a_rank_that_comes_late_is_told_too) {
-  const auto group = fresh();
+  const auto group = test::fresh_group();
   std::string text = "(nothing was thrown)";
   world().group().barrier().wait();
   const auto start = Clock::now();
@@ -280,7 +272,7 @@ TEST_F(BEY09, a_rank_that_comes_late_is_told_too) {
 
 // More operations are in flight than a rank publishes or remembers.
 TEST_F(BEY09, names_the_first_of_many_operations) {
-  const auto group = fresh();
+  const auto group = test::fresh_group();
   std::string text = "(nothing was thrown)";
   world().group().barrier().wait();
   std::vector<at::Tensor> tensors;
@@ -304,8 +296,8 @@ TEST_F(BEY09, names_the_first_of_many_operations) {
 
 // A rank that is late by more than that, in any order of work, is merely late.
 TEST_F(BEY09, a_rank_that_is_late_is_no_difference) {
-  const auto first = fresh();
-  const auto second = fresh();
+  const auto first = test::fresh_group();
+  const auto second = test::fresh_group();
   auto a = at::ones({4});
   auto b = at::ones({4});
   if (odd_one()) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
@@ -354,7 +346,7 @@ class BEY09Messages : public BEY09 {
 };
 
 TEST_F(BEY09Messages, names_unequal_parts_that_do_not_fit) {
-  const auto group = fresh();
+  const auto group = test::fresh_group();
   const auto backend = make_backend(group);
   std::vector<std::vector<at::Tensor>> outputs(1);
   for (int rank = 0; rank < group.size(); ++rank) {
@@ -374,7 +366,7 @@ TEST_F(BEY09Messages, names_unequal_parts_that_do_not_fit) {
 // The rank that is told first ends its connections, which the others must not see before they are told.
 TEST_F(BEY09Messages, names_a_message_that_does_not_fit_its_receiver) {
   for (int i = 0; i < 10; ++i) {
-    const auto group = fresh();
+    const auto group = test::fresh_group();
     auto tensor = at::ones({10});
     std::string text;
     try {
@@ -405,7 +397,7 @@ int64_t shared_kib() {
 
 TEST(HostLifetime, a_thousand_groups_leave_nothing_behind) {
   const auto cycle = [] {
-    const auto group = fresh();
+    const auto group = test::fresh_group();
     auto shared = group.allocate(100000, at::kFloat).fill_(1);
     group.all_reduce(shared).wait();
     auto staged = at::ones({100000});

@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 
 #include <functional>
-#include <numeric>
 #include <thread>
 
 #include "comm/backend/backend.h"
@@ -19,11 +18,9 @@ namespace {
 using test::world;
 using ::testing::HasSubstr;
 
-// New group, which the test may break; its operations have 300 ms.
+// Its operations have 300 ms.
 Group fresh() {
-  std::vector<int> everyone(world().size());
-  std::iota(everyone.begin(), everyone.end(), 0);
-  auto group = world().group().subgroup(everyone);
+  auto group = test::fresh_group();
   state_of(group)->progress->timeout_ms = 300;
   return group;
 }

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
+#include <vector>
+
 #include "shoal/world.h"
 
 namespace shoal::test {
@@ -11,6 +14,13 @@ namespace shoal::test {
 const World& world();
 inline const Group& group() {
   return world().group();
+}
+
+// New group of all ranks, which the test may break. Collective.
+inline Group fresh_group() {
+  std::vector<int> everyone(static_cast<size_t>(world().size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return group().subgroup(everyone);
 }
 
 }  // namespace shoal::test

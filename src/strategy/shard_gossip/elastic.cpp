@@ -69,7 +69,8 @@ void ShardGossipOptimizerCore::gather() {
         gossip.mixed_in[values.unsafeGetTensorImpl()] = {.others = views[member], .own = own};
       }
     }
-    // Not without a rank that the step began with, as gossip would go on: its host, and the job, are there to mend it.
+    // Outside of an elastic job, a step goes on without the values of a rank that has ended. Here it starts over, once the ranks
+    // of that rank's host have taken over its shard.
     if (!gossip.mixing->statistics().removed.empty()) {
       throw CommError("a rank of another host has ended, and has not shown what this step mixes in");
     }

@@ -20,13 +20,13 @@ using ::testing::Not;
 using ::testing::StartsWith;
 
 // Runs the program with an address space that holds little beside its libraries.
-Ended confined(const std::vector<std::string>& arguments) {
+Ended confined(const std::vector<std::string>& arguments, [[maybe_unused]] double limit = 20) {
 #ifdef __SANITIZE_ADDRESS__
   return shoal(arguments, 100);
 #else
   std::vector<std::string> line{"/bin/sh", "-c", "ulimit -v 1400000; exec \"$0\" \"$@\"", SHOAL};
   line.insert(line.end(), arguments.begin(), arguments.end());
-  return run(line, 90);  // beside other tests
+  return run(line, limit);
 #endif
 }
 
@@ -136,7 +136,8 @@ TEST_F(OutsideFiles, traces_larger_than_memory_are_merged) {
     for (int i = 0; i < 2'000'000; ++i) file << R"(,{"ts": )" << 6 + i % 1000 << R"(, "args": {"name": [[], [], []]}})";
     file << R"(], "shoal": {"rank": 0}})";
   }
-  const auto ended = confined({"trace", "merge", path, "-o", folder_.file("job.json")});
+  const auto ended =
+      confined({"trace", "merge", path, "-o", folder_.file("job.json")}, 90);  // 70 MB, beside other tests
   EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_GT(std::filesystem::file_size(folder_.file("job.json")), 50'000'000U);
 }
