@@ -201,6 +201,9 @@ TEST_F(BEY09, names_different_groups) {
 
 // Rank 0 only looks whether the first one is finished, and would go on.
 TEST_F(BEY09, a_wait_with_a_limit_is_no_difference) {
+  if (!state_of(world().group())->progress->transport->checks_agreement()) {
+    GTEST_SKIP() << "calls are compared before they start, so both groups need one order";
+  }
   const auto first = test::fresh_group();
   const auto second = test::fresh_group();
   auto one = at::ones({1}), other = at::ones({1});
