@@ -1,0 +1,76 @@
+#pragma once
+// A job's ranks on this host, from start to end.
+
+#include <optional>
+#include <string>
+
+#include "comm/store/job_store.h"
+#include "launch/launcher.h"
+#include "launch/newcomers.h"
+#include "launch/output.h"
+#include "launch/ranks.h"
+#include "launch/signals.h"
+#include "launch/stop_times.h"
+#include "launch/watcher.h"
+
+namespace shoal {
+
+// Of several nodes, the same on all.
+std::string name_of_job(const std::string& address, int port);
+
+class Job {
+ public:
+  // first_ranks: of all nodes. options: must outlive this object.
+  Job(const LaunchOptions& options, int first_ranks);
+  ~Job();
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  // As launch().
+  int run();
+
+ private:
+  void warn_of_strangers();
+  void start(int rank);
+  bool start_newcomer(const std::string& why);
+  bool start_asked();
+  void add_rank();
+  void replace(int rank);
+  bool ending() const;
+  std::string run_id() const;
+  void tell_watcher(bool (Watcher::*tell)(pid_t) const, pid_t group);
+
+  void step();
+  void look_at_other_nodes();
+  void end_late_newcomers();
+  void end_overdue();
+  void reap();
+  bool note_end(Child& child, int status);
+  void note_stop(Child& child, int status);
+  void interrupt(int count);
+  void forward_the_rest();
+  void print_verdict();
+  int result() const;
+
+  const LaunchOptions& options_;
+  const int first_ranks_;
+  Signals signals_;
+  Output output_;
+  const std::string id_;
+  const Watcher watcher_;  // made before there are threads
+  const std::string secret_;
+  JobStore store_;
+  Newcomers newcomers_;
+  Ranks ranks_;
+  StopTimes stop_times_;
+  int restarts_ = 0;
+  std::optional<int> code_;  // exit code of the first failure
+  bool succeeded_ = false;   // of any rank
+  bool interrupted_ = false;
+  std::optional<int> code_before_interrupt_;
+  bool told_of_others_ = false;
+  bool waits_no_more_ = false;  // for other nodes
+  bool watcher_has_ended_ = false;
+};
+
+}  // namespace shoal

@@ -1,0 +1,58 @@
+#include "launch/ranks.h"
+
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <csignal>
+
+namespace shoal {
+
+bool Ranks::belongs(const Child& child, bool wait) const {
+  return !newcomers_.is_one(child.rank) || newcomers_.is_member(child.rank, wait);
+}
+
+int64_t Ranks::alive() const {
+  return std::count_if(children_.begin(), children_.end(), [](const Child& child) { return child.running; });
+}
+
+int Ranks::members() const {
+  return static_cast<int>(std::count_if(children_.begin(), children_.end(),
+                                        [&](const Child& child) { return child.running && belongs(child); }));
+}
+
+bool Ranks::go_on() const {
+  const auto standing = std::count_if(children_.begin(), children_.end(),
+                                      [&](const Child& child) { return !child.failed && belongs(child); });
+  // Of other nodes nothing is known here: the ranks count themselves.
+  const auto elsewhere = first_ranks_ - (options_.join ? 0 : options_.ranks);
+  // Nor can it be told who has joined there.
+  const bool unknown = options_.nodes > 1 && options_.most_ranks > 0;
+  const bool enough = unknown || standing + elsewhere >= options_.min_ranks;
+  return options_.keep_going || (options_.min_ranks > 0 && enough);
+}
+
+int Ranks::failed_joins() const {
+  int count = 0;
+  for (auto child = children_.rbegin(); child != children_.rend() && newcomers_.is_one(child->rank); ++child) {
+    if (belongs(*child)) break;
+    if (!child->running) ++count;
+  }
+  return count;
+}
+
+bool Ranks::pipes_open() const {
+  return std::any_of(children_.begin(), children_.end(), [](const Child& child) {
+    return std::any_of(child.pipes.begin(), child.pipes.end(), [](const LinePipe& pipe) { return pipe.open(); });
+  });
+}
+
+void Ranks::signal_all(int signal, bool reap) {
+  for (const auto& child : children_) {
+    if (!child.running) continue;
+    kill(-child.pid, signal);
+    if (child.stopped) kill(-child.pid, SIGCONT);  // a stopped process would not see the signal
+    if (reap) waitpid(child.pid, nullptr, 0);
+  }
+}
+
+}  // namespace shoal
