@@ -1,4 +1,4 @@
-"""Checks that each row of docs/requirements.md that is done has a test whose name begins with its id, in C++ or in Python.
+"""Checks that each row of docs/requirements.md that is done has a test whose name begins with its id, in C++, Python or CMake.
 
     python requirements.py REPOSITORY    prints one line per row without a test; exit code 1 if there is any
 """
@@ -8,8 +8,10 @@ import re
 import sys
 
 ROW = re.compile(r"^\| ([A-Z]+\d\d) \|.*\| ([^|]*) \|$", re.M)
-# TEST(Suite, DDP07_accumulates), TEST_P(Suite, BEY05_BEY06_resumes); def test_PY01_collectives(): of a name, the ids that it begins with.
-NAMES = {".cpp": re.compile(r"^\s*\w*TEST\w*\(\s*\w+,\s*(\w+)", re.M), ".py": re.compile(r"^def test_(\w+)", re.M)}
+# TEST(Suite, DDP07_accumulates), TEST_P(Suite, BEY05_BEY06_resumes); def test_PY01_collectives(); add_test(NAME Suite.SCA08_slurm ...):
+# of a name, the ids that it begins with.
+NAMES = {".cpp": re.compile(r"^\s*\w*TEST\w*\(\s*\w+,\s*(\w+)", re.M), ".py": re.compile(r"^def test_(\w+)", re.M),
+         ".txt": re.compile(r"^\s*add_test\(NAME \w+\.(\w+)", re.M)}
 IDS = re.compile(r"([A-Z]+\d\d)_")
 
 

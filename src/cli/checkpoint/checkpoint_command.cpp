@@ -162,7 +162,7 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
   exports
       ->add_option("--shard-gb", options->shard_gb,
                    "maximum size of a file in an output folder, in units of 10^9 bytes")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1e-9, 1e9))
       ->capture_default_str();
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
