@@ -55,6 +55,10 @@ std::unique_ptr<torch::optim::Optimizer> make_local(
     local = make(share);
   } catch (const c10::Error& error) {
     throw UsageError(fmt::format("{}: {}", name, error.what_without_backtrace()));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // of an optimizer of the program's own
+    throw UsageError(fmt::format("{}: {}", name, error.what()));
   }
   if (dynamic_cast<const torch::optim::LBFGS*>(local.get()) != nullptr) {
     throw UsageError(name +

@@ -92,15 +92,8 @@ void ShardedOptimizerBase::share(ParamGroups groups, size_t given) {
   const auto all = state.everybody.value_or(state.group);
   std::unique_ptr<torch::optim::Optimizer> local;
   // Another rank's share may be refused where this one's is not.
-  on_all_ranks(all, "param groups", [&] {
-    try {
-      local = make_local(state.make, state.shares_of(groups), *defaults_, state.name);
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      throw UsageError(fmt::format("{}: its local optimizer cannot be made: {}", state.name, error.what()));
-    }
-  });
+  on_all_ranks(all, "param groups",
+               [&] { local = make_local(state.make, state.shares_of(groups), *defaults_, state.name); });
   for (size_t number = given; number < groups.size(); ++number) {
     groups[number].set_options(local->param_groups()[number].options().clone());
   }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <iostream>
 #include <numeric>
+#include <stdexcept>
 
 #include "shoal/error.h"
 #include "shoal/optim.h"
@@ -53,6 +54,25 @@ TEST(Oss, OSS01_every_optimizer_equals_the_unsharded_one_exactly) {
   expect_equal_to_unsharded<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2));
   expect_equal_to_unsharded<FusedAdamW>(torch::optim::AdamWOptions(1e-2));
   expect_equal_to_unsharded<Lamb>(LambOptions(1e-2));
+}
+
+class PickySgd : public torch::optim::SGD {
+ public:
+  PickySgd(const std::vector<OptimizerParamGroup>& groups, const torch::optim::SGDOptions& options)
+      : SGD(groups, options) {
+    if (options.momentum() > 0.5) throw std::invalid_argument("too much momentum");
+  }
+};
+
+TEST(Oss, OSS01_an_optimizer_that_cannot_be_made_on_one_rank_is_a_usage_error_on_all) {
+  auto model = seeded(1);
+  const bool wrong = world().rank() == world().size() - 1;
+  try {
+    OSS<PickySgd> sharded(model->parameters(), torch::optim::SGDOptions(0.1).momentum(wrong ? 0.9 : 0.1), group());
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const UsageError& error) {
+    EXPECT_NE(std::string(error.what()).find("too much momentum"), std::string::npos) << error.what();
+  }
 }
 
 TEST(Oss, OSS01_param_groups_keep_their_own_options) {
