@@ -36,6 +36,13 @@ at::Tensor FusedAdagrad::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
   const auto groups = collect_aligned_updates(*this, "FusedAdagrad");
+  for (const auto& group : groups) {
+    for (const auto& [parameter, gradient] : group) {
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found == state_.end()) continue;
+      require_shape(static_cast<AdagradParamState&>(*found->second).sum(), "sum", parameter, "FusedAdagrad");
+    }
+  }
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const AdagradOptions&>(param_groups_[i].options());
     std::map<at::ScalarType, AdagradBatch> batches;

@@ -33,11 +33,18 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
   return static_cast<State&>(*slot);
 }
 
-// UsageError, before anything has changed, for state that was made without amsgrad and lacks what it needs.
+// UsageError, before anything has changed, for state that does not fit, and for state that was made without amsgrad and
+// lacks what it needs.
 template <class State>
-void require_largest(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const char* name) {
+void require_fit(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, bool amsgrad, const char* name) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
-  if (found == optimizer.state().end() || static_cast<State&>(*found->second).max_exp_avg_sq().defined()) return;
+  if (found == optimizer.state().end()) return;
+  auto& state = static_cast<State&>(*found->second);
+  require_shape(state.exp_avg(), "exp_avg", parameter, name);
+  require_shape(state.exp_avg_sq(), "exp_avg_sq", parameter, name);
+  if (!amsgrad) return;
+  require_shape(state.max_exp_avg_sq(), "max_exp_avg_sq", parameter, name);
+  if (state.max_exp_avg_sq().defined()) return;
   throw UsageError(fmt::format(
       "{}: amsgrad is set, and the state of a parameter [{}] has no max_exp_avg_sq, because it was made without: "
       "unset amsgrad, or begin with new state",
@@ -52,8 +59,8 @@ at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Opt
   auto loss = evaluate(closure);
   const auto groups = collect_aligned_updates(optimizer, name);
   for (size_t i = 0; i < groups.size(); ++i) {
-    if (!static_cast<const Options&>(optimizer.param_groups()[i].options()).amsgrad()) continue;
-    for (const auto& [parameter, gradient] : groups[i]) require_largest<State>(optimizer, parameter, name);
+    const bool amsgrad = static_cast<const Options&>(optimizer.param_groups()[i].options()).amsgrad();
+    for (const auto& [parameter, gradient] : groups[i]) require_fit<State>(optimizer, parameter, amsgrad, name);
   }
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const Options&>(optimizer.param_groups()[i].options());

@@ -56,6 +56,14 @@ at::Tensor FusedSGD::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
   const auto groups = collect_aligned_updates(*this, "FusedSGD");
+  for (const auto& group : groups) {
+    for (const auto& [parameter, gradient] : group) {
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found == state_.end()) continue;
+      require_shape(static_cast<SGDParamState&>(*found->second).momentum_buffer(), "momentum_buffer", parameter,
+                    "FusedSGD");
+    }
+  }
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const SGDOptions&>(param_groups_[i].options());
     std::map<BatchKey, SgdBatch> batches;

@@ -1,6 +1,7 @@
 #include "optim/updates.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "shoal/error.h"
 
@@ -52,6 +53,14 @@ std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Opt
     }
   }
   return groups;
+}
+
+void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter,
+                   const std::string& optimizer) {
+  if (!state.defined() || state.sizes() == parameter.sizes()) return;
+  throw UsageError(fmt::format(
+      "{}: {} of a parameter [{}] has the shape [{}]: it was loaded from another model; begin with new state", optimizer,
+      what, fmt::join(parameter.sizes(), ", "), fmt::join(state.sizes(), ", ")));
 }
 
 at::Tensor aligned(at::Tensor& state, const at::Tensor& parameter) {
