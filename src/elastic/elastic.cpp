@@ -120,7 +120,10 @@ bool Elastic::State::begin_epoch() {
   in_place = true;
   begin_loop();
   const bool inside = epoch && *epoch == sampler->epoch();
-  if (!inside) taken = sampler->taken();
+  if (!inside) {
+    taken = sampler->taken();
+    skipped = 0;
+  }
   const bool begins = !inside || outdated;
   divide(taken);
   outdated = false;

@@ -183,6 +183,10 @@ void ElasticParts::commit(bool map) {
   if (sharded_ != nullptr) sharded_->commit(map);
 }
 
+bool ElasticParts::update_was_refused() const {
+  return sharded_ != nullptr && sharded_->update_was_refused();
+}
+
 bool ElasticParts::has_replicas() const {
   return sharded_ != nullptr && sharded_->has_replicas();
 }
@@ -206,7 +210,8 @@ void ElasticParts::visit_state(
 }
 
 void ElasticParts::take_state(const OptimizerState& whole) const {
-  sharded_ != nullptr ? sharded_->take_state(module(), whole) : load_optimizer_state(optimizer(), module(), whole);
+  sharded_ != nullptr ? sharded_->take_state(module(), whole)
+                      : load_optimizer_state(optimizer(), module(), whole, StateDtypes::kept);
 }
 
 std::vector<std::string> ElasticParts::description() const {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <utility>
 
 #include "checkpoint/folder.h"
 #include "elastic/elastic_state.h"
@@ -110,9 +111,11 @@ void Elastic::State::go_on(const std::function<void()>* update) {
 std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const auto group = world.group();
   const bool comes = generations->is_newcomer();
-  const auto own = at::tensor({changes, static_cast<int64_t>(ready), static_cast<int64_t>(comes), ended,
-                               static_cast<int64_t>(proven), static_cast<int64_t>(longest_wait.count())},
-                              at::kLong);
+  const auto own = at::tensor(
+      {changes, static_cast<int64_t>(ready), static_cast<int64_t>(comes), ended, static_cast<int64_t>(proven),
+       static_cast<int64_t>(longest_wait.count()), static_cast<int64_t>(taken + skipped), in_step ? places : 0,
+       epoch ? static_cast<int64_t>(*epoch) : -1},
+      at::kLong);
   auto all = at::empty({group.size(), own.numel()}, at::kLong);
   group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
   longest_wait = std::chrono::milliseconds(all.select(1, 5).max().item<int64_t>());
@@ -149,6 +152,13 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
     finish(*update);
   } else {
     undo();
+  }
+  // What all ranks of the epoch have taken or skipped: what only some have skipped is done again. The same in a repetition.
+  for (int64_t row = 0; row < old.size(0); ++row) {
+    if (old[row][8].item<int64_t>() != own[8].item<int64_t>()) continue;
+    const bool ends = finishes || old[row][0].item<int64_t>() < furthest;
+    const auto place = old[row][6].item<int64_t>() + (ends ? old[row][7].item<int64_t>() : 0);
+    taken = std::min(taken + std::exchange(skipped, 0), static_cast<size_t>(place));
   }
   return newcomers;
 }

@@ -53,6 +53,7 @@ struct Elastic::State {
   void finish(const std::function<void()>& update);
   void finish_step(const std::function<void()>& update);
   void leave_step();
+  void skip_step();
   // UsageError within a step, and after an update that has failed.
   void require_between_steps(const char* what) const;
   // A first function that throws, and a loop that goes on, leave a step in which the other ranks are.
@@ -136,7 +137,8 @@ struct Elastic::State {
   std::chrono::milliseconds longest_wait{};  // for a late rank; 0: the world's limit
   int64_t ended = 0;                         // calls of together() that this rank has ended
   int64_t most_ended = 0;                    // the most of all ranks, at the last recovery
-  size_t taken = 0;                          // places of the epoch that complete steps have used
+  size_t taken = 0;                          // places of the epoch behind which the rest begins
+  size_t skipped = 0;                        // behind those: of steps that this rank has left by an error
   std::optional<size_t> epoch;
   std::optional<int64_t> left_step;  // began_at of a step that this rank has left by an error
 };

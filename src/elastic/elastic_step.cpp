@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "comm/group/no_communication.h"
 #include "elastic/elastic_state.h"
@@ -18,7 +19,7 @@ void Elastic::State::begin_step(int64_t count) {
   count_dropped();
   began_at = parts->step();
   reductions_before = parts->reductions();
-  if (sampler != nullptr) batch.require(count, *sampler, taken);
+  if (sampler != nullptr) batch.require(count, *sampler, taken + skipped);
   samples = count / batch.own_shares();
   places = samples * batch.shares();
   earlier.begin_step();
@@ -47,7 +48,9 @@ bool Elastic::State::meet(bool map) {
   const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
   const bool knock = joins != nullptr && joins->anyone_knocks();
-  std::vector<double> values{count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0};
+  const auto complete = static_cast<double>(done);
+  std::vector<double> values{count,    -count,   map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0,
+                             complete, -complete};
   const auto drops = static_cast<int64_t>(values.size());
   values.resize(values.size() + static_cast<size_t>(world.size()));  // by rank
   values[static_cast<size_t>(drops + world.rank())] = static_cast<double>(dropped);
@@ -57,6 +60,12 @@ bool Elastic::State::meet(bool map) {
   values.insert(values.end(), own_rates.begin(), own_rates.end());
   const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "commit of the step"});
   if (most[3] != 0) earlier.refuse();
+  if (most[5] != -most[6]) {
+    throw UsageError(
+        fmt::format("Elastic: ranks have completed {} to {} steps, although none has ended: do all ranks call step() "
+                    "equally often?",
+                    -most[6], most[5]));
+  }
   require_equal_drops({most.begin() + drops, most.begin() + fixed});
   if (sampler != nullptr && most[0] != -most[1]) {
     throw UsageError(
@@ -108,11 +117,8 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
   } catch (const CommError& error) {  // not of a group: a recovery would not mend it
     fail();
     throw UsageError(fmt::format("Elastic: the second function of step() has failed: {}", error.what()));
-  } catch (const UsageError&) {  // on all ranks, and nothing was changed, if it is not for a call
-    if (scope.broken()) fail();
-    throw;
-  } catch (...) {
-    fail();
+  } catch (...) {  // of this rank alone, as far as it knows
+    if (!parts->update_was_refused() || scope.broken()) fail();
     throw;
   }
   parts->check_update();
@@ -120,7 +126,7 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
   dropped = 0;
   end_trial();
   ++done;
-  taken += static_cast<size_t>(places);
+  taken += std::exchange(skipped, 0) + static_cast<size_t>(places);
 }
 
 void Elastic::State::require_between_steps(const char* what) const {
@@ -177,6 +183,12 @@ void Elastic::State::leave_step() {
   if (in_step && options.keep_global_batch > 0) copies.restore_buffers();
 }
 
+// The program goes on behind the samples of the step, and with what it has changed meanwhile.
+void Elastic::State::skip_step() {
+  ready = Ready::no;
+  if (std::exchange(in_step, false)) skipped += static_cast<size_t>(places);
+}
+
 bool Elastic::State::step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
   require_between_steps("step()");
   if (outdated) return false;
@@ -226,12 +238,16 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
   } catch (const Error& error) {
     leave_step();
     const bool of_ranks = dynamic_cast<const UsageError*>(&error) || dynamic_cast<const DisagreeError*>(&error);
-    if (!of_ranks || !blame_newcomers(error.what())) throw;
+    if (!of_ranks || !blame_newcomers(error.what())) {
+      skip_step();
+      throw;
+    }
     left_step.reset();  // it is done again
     recover(&update);
     return done > before;
   } catch (...) {
     leave_step();
+    skip_step();
     throw;
   }
   finish(update);

@@ -45,7 +45,15 @@ std::vector<at::Tensor> StepCopies::present_buffers() const {
 void StepCopies::set_buffers(const std::vector<at::Tensor>& values) const {
   const torch::NoGradGuard no_grad;
   const auto buffers = module_.buffers();
-  for (size_t i = 0; i < std::min(values.size(), buffers.size()); ++i) at::Tensor(buffers[i]).copy_(values[i]);
+  for (size_t i = 0; i < std::min(values.size(), buffers.size()); ++i) {
+    at::Tensor buffer = buffers[i];
+    const bool fits = buffer.sizes() == values[i].sizes() && buffer.scalar_type() == values[i].scalar_type();
+    if (fits) {
+      buffer.copy_(values[i]);
+    } else {
+      buffer.set_data(values[i].clone());  // it has grown in the step
+    }
+  }
 }
 
 }  // namespace shoal

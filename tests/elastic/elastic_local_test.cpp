@@ -348,13 +348,6 @@ TEST(ElasticLocal, ELA12_an_update_that_is_not_that_of_LocalUpdates_is_refused) 
       texts += refusal([&] { elastic.step(2, compute, [&] { optimizer.step(); }); }) + "\n";
       local.zero_grad();
       texts += refusal([&] { local.step(); }) + "\n";
-      texts += refusal([&] {
-                 elastic.step(2, compute, [&] {
-                   local.step();
-                   local.step();
-                 });
-               }) +
-               "\n";
     }
     local.zero_grad();
     local.step();  // without Elastic it communicates again

@@ -23,11 +23,15 @@ using OptimizerState = std::map<std::string, NamedState>;
 
 inline constexpr const char* grad_scaler_key = ".grad_scaler";  // parameter names never begin with a dot
 
+// Of loaded state that has its parameter's shape and is floating-point. of_parameters: that of what the optimizer updates,
+// as in PyTorch's load_state_dict(); kept: that of the loaded tensor.
+enum class StateDtypes { of_parameters, kept };
+
 // State of an optimizer that is not sharded: a copy, and its inverse. `module`: source of the parameter names.
 // load_optimizer_state throws UsageError, which names the parameter, for entries that are missing, extra or of another
 // shape; nothing changes then.
 OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
 void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
-                          const OptimizerState& state);
+                          const OptimizerState& state, StateDtypes dtypes = StateDtypes::of_parameters);
 
 }  // namespace shoal

@@ -172,6 +172,7 @@ class ElasticTrainer {
     return [this, give] {
       const auto text = call(give);
       const py::gil_scoped_acquire lock;
+      local().require_state_of_parameters();
       return nlohmann::json(local().kinds()).dump() + "\n" + text->cast<std::string>();
     };
   }
@@ -221,6 +222,7 @@ class ElasticTrainer {
   }
   // What Python has changed.
   void read() const {
+    module_->refresh();
     if (whole_) whole_->read();
     if (local_ != nullptr) local_->optimizer->read();
   }

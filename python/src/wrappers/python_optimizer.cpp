@@ -151,6 +151,10 @@ std::unique_ptr<PythonOptimizer> PythonOptimizer::over(py::object optimizer) {
 at::Tensor PythonOptimizer::step(LossClosure) {
   if (!agreement_ || agreement_->before_commit()) {
     step_alone();
+    if (agreement_) {  // one part of the parameters after the other
+      const py::gil_scoped_acquire lock;
+      require_state_of_parameters();
+    }
     return {};
   }
   std::string failure;
@@ -247,6 +251,16 @@ void PythonOptimizer::read_state() {
       slot = std::make_unique<PythonState>(python_, share(object), kinds_);
       known_[parameter.unsafeGetTensorImpl()] = share(object);
     }
+  }
+}
+
+void PythonOptimizer::require_state_of_parameters() const {
+  for (const auto& [key, value] : python_->attr("state").cast<py::dict>()) {
+    if (THPVariable_Check(key.ptr())) continue;
+    throw UsageError(
+        fmt::format("Elastic: the optimizer keeps state under {}, which is no parameter: keep it in param_groups, or "
+                    "for each parameter",
+                    py::repr(key).cast<std::string>()));
   }
 }
 

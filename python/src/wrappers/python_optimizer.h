@@ -44,6 +44,10 @@ class PythonOptimizer : public torch::optim::Optimizer {
   void write();
   void write_state();  // without the options, whose objects a program may hold, such as a rate that is a tensor
 
+  // UsageError for state that is not a parameter's, which neither newcomers nor a rank that finishes another one's update
+  // would have. Call it with the lock.
+  void require_state_of_parameters() const;
+
   const py::object& python() const { return *python_; }
   StepAgreement* agreement() const { return agreement_.get(); }
   // What is known of numbers so far. Numbers of a state that is loaded are the same in Python, or tensors of float32.

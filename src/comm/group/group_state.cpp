@@ -149,6 +149,16 @@ void note(const Group& group, const std::string& text) {
   if (auto* recorder = state.world->recorder.get()) recorder->note(state.progress->flight_group, text);
 }
 
+void leave_group(const Group& group, const std::string& why) {
+  const auto& state = *state_of(group);
+  if (state.world->watch || state.world_ranks.size() == 1) return;
+  const int own = state.world->placement.rank;
+  const auto text = fmt::format("rank {} has failed: {}", own, why);
+  if (!set_failure(state, text)) return;
+  state.world->liveness->publish(own, text);
+  state.progress->transport->abandon({text, own});
+}
+
 void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work) {
   PendingWork(group, std::move(call), std::move(work)).wait();
 }

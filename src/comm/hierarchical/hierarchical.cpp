@@ -64,6 +64,9 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
   void abandon(const Abandoned& why) override {
     for (const auto& part : {parts_.up, parts_.down, parts_.across, parts_.flat}) part->abandon(why);
   }
+  void require_not_abandoned() override {
+    for (const auto& part : {parts_.up, parts_.down, parts_.across, parts_.flat}) part->require_not_abandoned();
+  }
   void await_readers() override {
     for (const auto& part : {parts_.up, parts_.flat}) part->await_readers();
   }

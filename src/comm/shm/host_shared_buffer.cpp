@@ -65,7 +65,9 @@ class PublishedWork : public TransportWork {
   }
   bool wait_for(Milliseconds slice, Milliseconds) override {
     const auto& world = *state_.group_state->world;
-    return wait_until(*world.memory, cores_suffice(world.local_size), slice, [this] { return done(); });
+    if (wait_until(*world.memory, cores_suffice(world.local_size), slice, [this] { return done(); })) return true;
+    state_.group_state->progress->transport->require_not_abandoned();
+    return false;
   }
   std::string waits_for() override {
     for (const int rank : owners_) {

@@ -112,6 +112,13 @@ class SharedMemoryTransport : public Transport,
     group_.memory->wake();
   }
 
+  void require_not_abandoned() override {
+    const auto& block = group_.control.block();
+    const auto fault = block.fault.load(std::memory_order_acquire);
+    if (fault == ControlBlock::disagreed) throw DisagreeError(block.fault_text);
+    if (fault == ControlBlock::abandoned) throw Abandoned(block.fault_text, block.culprit);
+  }
+
   void abandon(const Abandoned& why) override {
     {
       const std::lock_guard lock(mutex_);
@@ -252,10 +259,7 @@ class SharedMemoryTransport : public Transport,
   }
 
   void advance() {
-    const auto& block = group_.control.block();
-    const auto fault = block.fault.load(std::memory_order_acquire);
-    if (fault == ControlBlock::disagreed) throw DisagreeError(block.fault_text);
-    if (fault == ControlBlock::abandoned) throw Abandoned(block.fault_text, block.culprit);
+    require_not_abandoned();
     for (; announced_ < operations_.size() && operations_[announced_]->announce(); ++announced_) {
     }
     bool first = true;

@@ -35,6 +35,7 @@ class ByDevice : public Transport {
     cpu_side_->abandon(why);
     if (devices_) devices_->abandon(why);
   }
+  void require_not_abandoned() override { cpu_side_->require_not_abandoned(); }
   void given_up_by_all() override {
     cpu_side_->given_up_by_all();
     if (devices_) devices_->given_up_by_all();

@@ -80,6 +80,8 @@ class Transport {
   // writes this rank's tensors for an operation in flight. Operations of the others fail as Abandoned says, also those
   // that they call later.
   virtual void abandon(const Abandoned& /*why*/) {}
+  // Throws what another rank has told this one by abandon(), for waits in which no operation of this transport is in flight.
+  virtual void require_not_abandoned() {}
   // Called once all ranks that live have given up: memory of this transport may be freed and used again.
   virtual void given_up_by_all() {}
   // Returns `numel` zeros; see Group::allocate.

@@ -226,7 +226,6 @@ void GuardedUpdate::run(bool updates) {
   updates_ = updates;
   const torch::NoGradGuard no_grad;
   const int self = group_.rank();
-  require_committed_gradients();
   update(self);
   const auto every = [&](const auto& holds) {
     for (int rank = 0; rank < group_.size(); ++rank) {

@@ -85,6 +85,8 @@ class GuardedUpdate {
   // UsageError unless a commit has passed that was not followed by run() yet.
   void require_commit() const;
   [[noreturn]] static void refuse_without_commit();
+  // UsageError if own gradients are not those of the commit any more.
+  void require_committed_gradients() const;
   // updates: false, on all ranks alike: only what is mixed in changes values.
   void run(bool updates = true);
   // In place of run(), on all ranks: nothing changes in this step.
@@ -117,7 +119,6 @@ class GuardedUpdate {
     return shared_.targets()[static_cast<size_t>(rank)][chunk.target];
   }
   void require_own_state(size_t target) const;
-  void require_committed_gradients() const;
   int64_t whole(const UpdateTarget& target) const;
   std::vector<Chunk> chunks(int rank) const;
   bool is_whole(int rank, const Chunk& chunk) const;

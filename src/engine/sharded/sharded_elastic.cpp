@@ -38,7 +38,7 @@ void ShardedOptimizerBase::compute_shares(bool now) {
 bool ShardedOptimizerBase::prepare_commit() {
   auto& state = *state_;
   if (!state.has_commit()) return false;
-  state.commit.passed = false;
+  state.commit.passed = state.commit.refused = false;
   state.agreement.loaded.reset();  // newcomers have other options and states before; they get the job's
   const torch::NoGradGuard no_grad;
   state.require_known(*this);
@@ -52,6 +52,10 @@ bool ShardedOptimizerBase::prepare_commit() {
 
 Group ShardedOptimizerBase::everybody() const {
   return state_->everybody.value_or(state_->group);
+}
+
+bool ShardedOptimizerBase::update_was_refused() const {
+  return state_->commit.refused;
 }
 
 bool ShardedOptimizerBase::has_replicas() const {
@@ -87,6 +91,7 @@ ShardedStep ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_
   } else if (!std::exchange(state.commit.passed, false)) {
     GuardedUpdate::refuse_without_commit();
   }
+  state.commit.refused = true;  // if it is left before the update
   if (scaler != state.own_scaler() || max_norm != state.clip_grad) {
     throw UsageError(state.name +
                      ": a loss scaler and clipping communicate, which an update in an elastic job must not: clip with "
@@ -97,7 +102,10 @@ ShardedStep ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_
   adopt_changes();
   state.take_gradients();  // shows what has been dropped or zeroed since
   const auto result = *state.commit.prepared;
-  if (result.updated || moves_without_update()) {
+  const bool updates = result.updated || moves_without_update();
+  if (updates && state.guarded) state.guarded->require_committed_gradients();
+  state.commit.refused = false;
+  if (updates) {
     copy_options(param_groups_, state.local->param_groups());
     const UnwatchedOperators own;
     const TimedScope scope(timeline_of(state.group), "update", state.steps);
@@ -191,7 +199,7 @@ void ShardedOptimizerBase::visit_state(
 }
 
 void ShardedOptimizerBase::take_state(const torch::nn::Module& module, const OptimizerState& whole) {
-  state_->load(state_->pieces(module), whole);
+  state_->load(state_->pieces(module), whole, StateDtypes::kept);
 }
 
 UpdateTargets ShardedOptimizerCore::State::shared_targets(const ParamGroups& groups) {

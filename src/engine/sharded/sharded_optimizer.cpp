@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "checkpoint/on_all_ranks.h"
+#include "comm/group/group_state.h"
 #include "engine/gradients/gradient_norm.h"
 #include "engine/gradients/local_gradients.h"
 #include "engine/paging/operator_watch.h"
@@ -73,8 +74,10 @@ OptimizerState ShardedOptimizerBase::State::gather(const std::vector<StatePiece>
   return state;
 }
 
-void ShardedOptimizerBase::State::load(const std::vector<StatePiece>& pieces, const OptimizerState& state) {
-  load_state(group.rank(), pieces, *local, state, scaler ? &*scaler : nullptr);
+void ShardedOptimizerBase::State::load(const std::vector<StatePiece>& pieces, const OptimizerState& state,
+                                       StateDtypes dtypes) {
+  if (element_wise) require_shapes(pieces, state);
+  load_state(group.rank(), pieces, *local, state, dtypes, scaler ? &*scaler : nullptr);
 }
 
 ShardedOptimizerBase::ShardedOptimizerBase(const ParamGroups& groups,
@@ -128,6 +131,23 @@ void ShardedOptimizerBase::agree_on_changes() {
   state.agreement.met = state.agreement.met || loaded || !changed.empty();
 }
 
+// Runs the local optimizer's step. If it throws, this rank hands out nothing, and the others must not wait for that.
+void ShardedOptimizerBase::State::step_local() {
+  try {
+    local->step();
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    const auto why =
+        fmt::format("{}: its local optimizer has failed in step(): {}; parameters of other ranks may be updated", name,
+                    text.substr(0, text.find('\n')));
+    leave_group(group, why);
+    if (everybody) leave_group(*everybody, why);
+    throw;
+  }
+}
+
 // This rank's values change, and all ranks get them.
 void ShardedOptimizerBase::update(bool finite) {
   auto& state = *state_;
@@ -137,7 +157,7 @@ void ShardedOptimizerBase::update(bool finite) {
     const UnwatchedOperators own;  // its writes are the parameters' updates
     const TimedScope scope(timeline_of(state.group), "update", state.steps);
     state.time(
-        "optimizer-inner-step", 2, [&] { state.local->step(); }, &state.group);
+        "optimizer-inner-step", 2, [&] { state.step_local(); }, &state.group);
   }
   const auto hand_out = [&] {
     end_gradients();

@@ -39,8 +39,9 @@ struct ShardedOptimizerBase::State {
   struct Commit {
     std::optional<ShardedStep> prepared{};  // what the step will return, if it is updated
     MixedInTo mixed_in{};                   // by what this rank updates
-    bool lone = false;    // this rank is alone on its host, beside others: its steps have a commit, and need no guard
-    bool passed = false;  // of a lone rank
+    bool lone = false;     // this rank is alone on its host, beside others: its steps have a commit, and need no guard
+    bool passed = false;   // of a lone rank
+    bool refused = false;  // by step(), before it changed anything
   };
   Commit commit{};
   bool computes_shares = false;  // Elastic computes one share of the batch after the other
@@ -91,6 +92,8 @@ struct ShardedOptimizerBase::State {
   std::vector<Group> groups_of_scalars() const {
     return scalar_groups.empty() ? std::vector<Group>{group} : scalar_groups;
   }
+  // The local optimizer's step. If it throws, the others do not wait for this rank's values in vain.
+  void step_local();
   // UsageError unless the whole optimizer's groups have the parameters that it was made for, and it has no state.
   void require_known(const torch::optim::Optimizer& whole) const;
   // take_gradients(), unscaled and checked. Collective with a scaler.
@@ -112,7 +115,8 @@ struct ShardedOptimizerBase::State {
   GradScaler* own_scaler() { return scaler ? &*scaler : nullptr; }
 
   OptimizerState gather(const std::vector<StatePiece>& pieces, std::optional<int> recipient) const;
-  void load(const std::vector<StatePiece>& pieces, const OptimizerState& state);
+  void load(const std::vector<StatePiece>& pieces, const OptimizerState& state,
+            StateDtypes dtypes = StateDtypes::of_parameters);
 };
 
 }  // namespace shoal

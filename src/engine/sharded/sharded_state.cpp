@@ -112,21 +112,32 @@ void warn_of_scaler(bool there, bool here) {
   if (here && !there) TORCH_WARN("the optimizer state has no loss scaler; this optimizer's scaler keeps its state");
 }
 
+std::string shape_fault(const std::string& name, const at::Tensor& tensor, const StatePiece& piece) {
+  return fmt::format("the optimizer state's {} of parameter {} has shape [{}], the parameter [{}]", name, piece.name,
+                     fmt::join(tensor.sizes(), ", "), fmt::join(piece.parameter.sizes(), ", "));
+}
+
+// Of the copy of a state tensor that has its parameter's shape.
+at::ScalarType dtype_of_copy(const std::string& name, const at::Tensor& tensor, const StatePiece& piece,
+                             StateDtypes dtypes) {
+  const bool follows_updated = dtypes == StateDtypes::of_parameters && name != main_param &&
+                               tensor.is_floating_point() && piece.updated.defined();
+  return follows_updated ? piece.updated.scalar_type() : tensor.scalar_type();
+}
+
 // The piece's part of a whole state; new tensors.
-NamedState cut(const NamedState& whole, const StatePiece& piece) {
+NamedState cut(const NamedState& whole, const StatePiece& piece, StateDtypes dtypes) {
   NamedState part{.tensors = {}, .numbers = whole.numbers};
   for (const auto& [name, tensor] : whole.tensors) {
     const bool like_parameter = tensor.sizes() == piece.parameter.sizes();
     if (!like_parameter && (name == main_param || !piece.whole() || follows(tensor, piece))) {
-      throw UsageError(fmt::format("the optimizer state's {} of parameter {} has shape [{}], the parameter [{}]", name,
-                                   piece.name, fmt::join(tensor.sizes(), ", "),
-                                   fmt::join(piece.parameter.sizes(), ", ")));
+      throw UsageError(shape_fault(name, tensor, piece));
     }
     if (!like_parameter) {
       part.tensors[name] = tensor.clone();
       continue;
     }
-    auto copy = like(piece.parameter, tensor.scalar_type());
+    auto copy = like(piece.parameter, dtype_of_copy(name, tensor, piece, dtypes));
     copy.copy_(tensor);
     part.tensors[name] =
         piece.whole() ? copy : in_memory_order(copy).narrow(0, piece.range.begin, piece.range.size()).clone();
@@ -135,6 +146,16 @@ NamedState cut(const NamedState& whole, const StatePiece& piece) {
 }
 
 }  // namespace
+
+void require_shapes(const std::vector<StatePiece>& pieces, const OptimizerState& state) {
+  for (const auto& piece : pieces) {
+    const auto found = state.find(piece.name);
+    if (found == state.end()) continue;
+    for (const auto& [name, tensor] : found->second.tensors) {
+      if (tensor.sizes() != piece.parameter.sizes()) throw UsageError(shape_fault(name, tensor, piece));
+    }
+  }
+}
 
 std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
   std::set<const c10::TensorImpl*> updated;
@@ -172,14 +193,14 @@ NamedState scaler_state(const GradScaler& scaler) {
 }
 
 void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::Optimizer& local,
-                const OptimizerState& state, GradScaler* scaler) {
+                const OptimizerState& state, StateDtypes dtypes, GradScaler* scaler) {
   const torch::NoGradGuard no_grad;
   check_names(pieces, state);
   const auto past_scaler = scaler_in(state);
   std::vector<std::pair<const StatePiece*, at::Tensor>> mains;
   std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> fresh;
   for (const auto& piece : pieces) {
-    auto part = cut(state.at(piece.name), piece);
+    auto part = cut(state.at(piece.name), piece, dtypes);
     if (piece.owner != rank || !piece.updated.defined()) continue;
     const auto main = part.tensors.extract(main_param);
     if (piece.main && !main.empty()) mains.emplace_back(&piece, main.mapped());
@@ -209,8 +230,8 @@ OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const t
 }
 
 void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
-                          const OptimizerState& state) {
-  load_state(0, pieces_of(optimizer, module), optimizer, state);
+                          const OptimizerState& state, StateDtypes dtypes) {
+  load_state(0, pieces_of(optimizer, module), optimizer, state, dtypes);
 }
 
 }  // namespace shoal

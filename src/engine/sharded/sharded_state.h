@@ -41,7 +41,10 @@ NamedState scaler_state(const GradScaler& scaler);
 // two is there. UsageError that names the parameter for entries that are missing, extra or of another shape, and for
 // values that `local` does not keep; nothing has changed then. Not collective.
 void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::Optimizer& local,
-                const OptimizerState& state, GradScaler* scaler = nullptr);
+                const OptimizerState& state, StateDtypes dtypes, GradScaler* scaler = nullptr);
+
+// UsageError for state of another shape than its parameter's, which an element-wise optimizer never has.
+void require_shapes(const std::vector<StatePiece>& pieces, const OptimizerState& state);
 
 // A whole optimizer as pieces of one rank, 0; names come from the module.
 std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);

@@ -195,7 +195,7 @@ void OSSCore::State::move_states(torch::optim::Optimizer& to) {
       piece.owner = receiver;
       piece.updated = piece.parameter;
     }
-    if (receiver == group.rank()) load_state(receiver, pieces, to, moved);
+    if (receiver == group.rank()) load_state(receiver, pieces, to, moved, StateDtypes::kept);
   }
 }
 

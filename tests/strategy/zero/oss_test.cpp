@@ -75,6 +75,64 @@ TEST(Oss, OSS01_an_optimizer_that_cannot_be_made_on_one_rank_is_a_usage_error_on
   }
 }
 
+class FailingSgd : public torch::optim::SGD {
+ public:
+  using SGD::SGD;
+  at::Tensor step(LossClosure) override {
+    if (world().rank() == 0) throw std::runtime_error("the disk is full");
+    return SGD::step();
+  }
+};
+
+// The program of the rank that has failed goes on, so nothing else would tell the others.
+TEST(Oss, OSS01_a_rank_whose_local_optimizer_throws_ends_the_step_of_all) {
+  if (world().size() == 1) GTEST_SKIP() << "one rank waits for nobody";
+  const auto own = fresh_group();
+  auto model = seeded(1);
+  OSS<FailingSgd> sharded(model->parameters(), torch::optim::SGDOptions(0.1), own);
+  set_mean_gradients(model, 0);
+  const auto begin = Clock::now();
+  if (world().rank() == 0) {
+    EXPECT_THROW(sharded.step(), std::runtime_error);
+  } else {
+    try {
+      sharded.step();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const CommError& error) {
+      EXPECT_NE(std::string(error.what())
+                    .find("rank 0 has failed: OSS: its local optimizer has failed in step(): the disk is full"),
+                std::string::npos)
+          << error.what();
+    }
+  }
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(4));
+  EXPECT_THROW(own.barrier().wait(), CommError);
+}
+
+// The model is in float64; as the moments of a run in float32, or of a model with another head.
+TEST(Oss, OSS04_loaded_state_takes_the_dtype_of_the_parameters_and_must_have_their_shape) {
+  auto model = seeded(1);
+  OSS<FusedAdamW> sharded(model->parameters(), torch::optim::AdamWOptions(0.1), group());
+  set_mean_gradients(model, 0);
+  sharded.step();
+  auto state = sharded.state_dict(*model);
+  auto rounded = state;
+  for (auto& [name, entry] : rounded) {
+    for (auto& [field, tensor] : entry.tensors) tensor = tensor.to(at::kFloat);
+  }
+  sharded.load_state_dict(*model, rounded);
+  for (const auto& [name, entry] : sharded.state_dict(*model)) {
+    for (const auto& [field, tensor] : entry.tensors) {
+      EXPECT_EQ(tensor.scalar_type(), at::kDouble) << name << " " << field;
+      EXPECT_TRUE(at::equal(tensor.to(at::kFloat), rounded.at(name).tensors.at(field))) << name << " " << field;
+    }
+  }
+  for (auto& [name, entry] : state) entry.tensors.at("exp_avg") = at::zeros({1});
+  EXPECT_THROW(sharded.load_state_dict(*model, state), UsageError);
+  set_mean_gradients(model, 1);
+  sharded.step();
+}
+
 TEST(Oss, OSS01_param_groups_keep_their_own_options) {
   auto model = seeded(1);
   auto reference = seeded(1);

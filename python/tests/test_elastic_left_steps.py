@@ -1,0 +1,245 @@
+"""ELA01, ELA02, ELA05: steps that a program leaves by an error, buffers that it binds anew, updates that fail on one rank."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal
+from ranks import Ranks
+
+SAMPLES = 48
+X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randn(SAMPLES, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(6, 1).double()
+        self.register_buffer("temperature", torch.tensor(1.0))
+        self.register_buffer("updates", torch.zeros(1))
+        self.register_buffer("cache", torch.ones(2))
+
+    def forward(self, x):
+        if self.cache.numel() < len(x):
+            self.cache = torch.ones(len(x))  # as a rotary embedding's
+        return self.linear(x) * self.temperature * self.cache[: len(x), None]
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return index, X[index], Y[index]
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def training(sampler=None, make=torch.optim.SGD):
+    net = Net()
+    model = shoal.nn.DistributedDataParallel(net)
+    optimizer = make(net.parameters(), lr=0.01)
+    given = (model, optimizer) if sampler is None else (model, optimizer, sampler)
+    return net, model, optimizer, shoal.Elastic(*given, on_change=lambda change: None)
+
+
+def loss_of(prediction, target):
+    return (prediction - target).square().mean()
+
+
+def survivors(run, victims, ranks=3):
+    outcomes = Ranks(run, ranks).outcomes(timeout=60)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[0] == (rank not in victims), outcome
+    return [outcome[1] for outcome in outcomes if outcome[0]]
+
+
+def test_ELA02_a_buffer_that_was_bound_anew_between_steps_survives_a_death():
+    def run(rank):
+        net, model, optimizer, elastic = training()
+
+        def compute():
+            loss = loss_of(model(X), Y)
+            if rank == 1 and elastic.steps == 2:
+                die()
+            loss.backward()
+
+        changed = False
+        while elastic.steps < 4:
+            if elastic.steps == 2 and not changed:
+                changed = True
+                net.temperature = torch.tensor(0.5)
+            elastic.step(1, compute, optimizer.step)
+            optimizer.zero_grad()
+        return net.temperature.item()
+
+    assert survivors(run, {1}) == [0.5, 0.5]
+
+
+def test_ELA02_a_buffer_that_update_binds_anew_counts_complete_steps():
+    def run(rank):
+        net, model, optimizer, elastic = training()
+
+        def compute():
+            loss = loss_of(model(X), Y)
+            if rank == 1 and elastic.steps == 2:
+                die()
+            loss.backward()
+
+        def update():
+            optimizer.step()
+            net.updates = net.updates + 1
+
+        log = []
+        while elastic.steps < 5:
+            elastic.step(1, compute, update)
+            optimizer.zero_grad()
+            log.append((elastic.steps, net.updates.item()))
+        return log
+
+    for log in survivors(run, {1}):
+        assert all(steps == updates for steps, updates in log), log
+
+
+def test_ELA01_a_buffer_may_grow_in_the_step_in_which_a_rank_dies():
+    def run(rank):
+        net, model, optimizer, elastic = training()
+
+        def compute():
+            loss = loss_of(model(X[: 2 + elastic.steps]), Y[: 2 + elastic.steps])
+            if rank == 1 and elastic.steps == 2:
+                die()
+            loss.backward()
+
+        while elastic.steps < 4:
+            elastic.step(1, compute, optimizer.step)
+            optimizer.zero_grad()
+        return net.cache.numel(), net.linear.weight.tolist()
+
+    first, second = survivors(run, {1})
+    assert first == second
+    assert first[0] == 5
+
+
+@pytest.mark.parametrize("by", ["an error on all ranks", "abandon_step"])
+def test_ELA05_a_batch_that_all_ranks_skip_makes_no_sample_come_twice(by, tmp_path):
+    def run(rank):
+        sampler = shoal.data.DistributedSampler(Numbered(), seed=1)
+        _, model, optimizer, elastic = training(sampler)
+        batches = 0
+        sampler.set_epoch(0)
+        with open(tmp_path / f"{rank}", "w") as trained:
+            while elastic.in_epoch():
+                for indices, x, y in torch.utils.data.DataLoader(Numbered(), batch_size=2, sampler=sampler):
+                    batches += 1
+
+                    def compute():
+                        prediction = model(x)
+                        if batches == 2 and by == "an error on all ranks":
+                            raise ValueError("a bad batch")
+                        if batches == 2 and rank == 1:
+                            model.abandon_step()
+                            raise ValueError("a bad batch")
+                        if rank == 2 and batches == 5:
+                            die()
+                        loss_of(prediction, y).backward()
+
+                    try:
+                        if not elastic.step(len(x), compute, optimizer.step):
+                            break
+                        trained.write("".join(f"{index}\n" for index in indices.tolist()))
+                        trained.flush()
+                    except (ValueError, shoal.StepAbandoned):
+                        pass
+                    optimizer.zero_grad()
+        return elastic.steps
+
+    survivors(run, {2})
+    trained = [int(line) for rank in range(3) for line in open(tmp_path / f"{rank}")]
+    assert len(trained) == len(set(trained)) == SAMPLES - 3 * 2
+
+
+def test_ELA02_what_changes_after_a_step_that_was_left_is_not_undone():
+    def run(rank):
+        net, model, optimizer, elastic = training()
+
+        def bad():
+            raise ValueError("a bad batch, on all ranks")
+
+        with pytest.raises(ValueError):
+            elastic.step(1, bad, optimizer.step)
+        net.temperature.fill_(0.5)
+        torch.manual_seed(99)
+
+        def evaluate():
+            if rank == 1:
+                die()
+            dist.all_reduce(torch.ones(1))
+
+        elastic.together(evaluate)
+        return net.temperature.item(), torch.initial_seed()
+
+    assert survivors(run, {1}) == [(0.5, 99), (0.5, 99)]
+
+
+def test_ELA02_a_rank_whose_update_fails_leaves_the_job_whatever_the_error():
+    def run(rank):
+        net, model, optimizer, elastic = training()
+
+        def compute():
+            loss_of(model(X), Y).backward()
+
+        def update():
+            optimizer.step()
+            if rank == 1 and elastic.steps == 1:
+                elastic.recover()  # refused within a step
+
+        errors = []
+        while elastic.steps < 4 and len(errors) < 2:
+            try:
+                elastic.step(1, compute, update)
+            except shoal.UsageError as error:
+                errors.append(str(error))
+            optimizer.zero_grad()
+        return errors, elastic.steps, net.linear.weight.tolist()
+
+    first, failed, last = survivors(run, set())
+    assert first == last
+    assert first[:2] == ([], 4)
+    assert "recover() is called within step()" in failed[0][0]
+    assert "it has left the job" in failed[0][1]
+
+
+class Counting(torch.optim.SGD):
+    """A warm-up whose count is no parameter's."""
+
+    def step(self, closure=None):
+        count = self.state["all"]
+        count["steps"] = count.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_ELA02_state_that_is_no_parameters_is_refused_in_a_sharded_update():
+    def run(rank):
+        def sharded(parameters, lr):
+            return shoal.optim.OSS(parameters, Counting, lr=lr)
+
+        _, model, optimizer, elastic = training(make=sharded)
+
+        def compute():
+            loss_of(model(X), Y).backward()
+
+        with pytest.raises(shoal.UsageError, match="keeps state under 'all', which is no parameter"):
+            elastic.step(1, compute, optimizer.step)
+        time.sleep(0.2)
+        return True
+
+    assert survivors(run, set(), ranks=2) == [True, True]
