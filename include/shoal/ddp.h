@@ -52,8 +52,9 @@ class DistributedDataParallelCore : public DataParallelCore {
   DistributedDataParallelCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
                               const DistributedDataParallelOptions& options);
 
-  // For OptimizerInBackward. Throws UsageError unless the optimizer holds exactly the trainable parameters.
-  void check_optimizer(const torch::optim::Optimizer& optimizer) const;
+  // For OptimizerInBackward and Elastic. UsageError, which names `caller`, unless the optimizer holds exactly the trainable
+  // parameters.
+  void check_optimizer(const torch::optim::Optimizer& optimizer, const std::string& caller) const;
   // Passes averaged gradients to the consumer, then frees them. Throws UsageError after the first step. Collective.
   void use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer);
 

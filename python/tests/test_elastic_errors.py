@@ -354,7 +354,8 @@ def test_PY05_elastic_names_what_it_does_not_take():
             (model, torch.optim.LBFGS(net.parameters())): "L-BFGS",
             (model, optimizer, others): "give a shoal.data.DistributedSampler",
             (half, make_optimizer(half.module)): "give it the default one",
-            (model, make_optimizer(make_net())): "parameter",
+            (model, make_optimizer(net[0])): "Elastic: the optimizer does not have parameter 2.weight",
+            (model, make_optimizer(make_net())): "Elastic: the optimizer does not have parameter 0.weight",
         }.items():
             with pytest.raises(shoal.UsageError, match=text):
                 shoal.Elastic(*arguments)

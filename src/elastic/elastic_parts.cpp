@@ -50,7 +50,7 @@ class WithDDP : public Wrapped {
   WithDDP(const World& world, DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
       : Wrapped(parallel, optimizer, oss), parallel_(parallel), oss_(oss) {
     parallel.require_regroupable();
-    parallel.check_optimizer(optimizer);
+    parallel.check_optimizer(optimizer, "Elastic");
     if (oss_ != nullptr) oss_->require_regroupable(world.group());
   }
   void regroup(const Group& group, int64_t step) override {

@@ -105,7 +105,8 @@ DistributedDataParallelCore::DistributedDataParallelCore(std::shared_ptr<torch::
                                                          const DistributedDataParallelOptions& options)
     : DataParallelCore(make_state(std::move(module), group, options)) {}
 
-void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer& optimizer) const {
+void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer& optimizer,
+                                                  const std::string& caller) const {
   std::set<const c10::TensorImpl*> optimized;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) optimized.insert(parameter.unsafeGetTensorImpl());
@@ -124,7 +125,7 @@ void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer&
                     "updated; remove them",
                     optimized.size()));
   }
-  if (!faults.empty()) throw UsageError(fmt::format("OptimizerInBackward: {}", fmt::join(faults, "; ")));
+  if (!faults.empty()) throw UsageError(fmt::format("{}: {}", caller, fmt::join(faults, "; ")));
 }
 
 void DistributedDataParallelCore::use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer) {

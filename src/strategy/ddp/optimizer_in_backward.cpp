@@ -148,7 +148,7 @@ OptimizerInBackward::OptimizerInBackward(DistributedDataParallelCore& core, torc
     throw UsageError(
         "OptimizerInBackward: L-BFGS evaluates a closure several times in a step; call its step() after backward");
   }
-  core.check_optimizer(optimizer);
+  core.check_optimizer(optimizer, "OptimizerInBackward");
   agree(core.group(), "the optimizer in backward", describe(options));
   state_ = std::make_shared<State>(optimizer, options);
   core.use_up_gradients(state_);
