@@ -52,13 +52,13 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   // The next samples, fewer at the end of the epoch; nothing after it.
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
 
-  // This rank's samples in an epoch; Python's len(sampler).
-  size_t num_samples() const { return indices_.size(); }
+  // This rank's samples in the present epoch; Python's len(sampler).
+  size_t num_samples() const { return samples_from(first_place()); }
   // How many of them are no repetition; these come first (not with divide_shares()). For evaluation, where each sample
   // must count once.
-  size_t unpadded() const { return unpadded_; }
+  size_t unpadded() const;
   // This rank's samples taken so far in this epoch. A data loader takes batches ahead of the loop.
-  size_t index() const { return index_; }
+  size_t index() const { return divided_ == epoch_ ? index_ : 0; }
 
   // To resume in the middle of an epoch: this epoch, here and in copies, begins behind the first `index` samples; later
   // epochs begin at their start. With another number of ranks, scale the index by old ranks / new ranks. UsageError for
@@ -82,21 +82,21 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   size_t shares() const;
   // Places of the present epoch's common order that are done once every rank has taken index() samples of it (with
   // divide_shares(): of whole steps).
-  size_t taken() const { return divided_ == epoch_ ? first_ + index_ / shares() * num_replicas_ : 0; }
+  size_t taken() const { return first_place() + index() / shares() * num_replicas_; }
   size_t size() const { return size_; }  // samples of the data set
   size_t num_replicas() const { return num_replicas_; }
   size_t rank() const { return rank_; }
   const DistributedSamplerOptions& options() const { return options_; }
 
-  // Epoch, index() and the place of divide(). load() restores them, as set_epoch(), divide() and seek() do. A data loader advances its copy and not this
-  // sampler: call seek(batches_done * batch_size) before saving.
+  // Epoch, index() and the place of divide(). load() restores them, as set_epoch(), divide() and seek() do; with a
+  // UsageError it changes nothing. A data loader advances its copy and not this sampler: call
+  // seek(batches_done * batch_size) before saving.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
   DistributedSamplerOptions options_;
   std::vector<size_t> indices_;
-  size_t unpadded_ = 0;
   size_t index_ = 0;
   size_t divided_ = 0;  // epoch whose indices these are
   size_t first_ = 0;    // place at which their division begins
@@ -112,8 +112,16 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
     size_t ranks;
     size_t batch;
   };
-  void check_ranks() const;
-  void begin_at(size_t taken);
+  // Place at which the division of the present epoch begins. An epoch that set_epoch() has named and no reset() has
+  // begun is whole.
+  size_t first_place() const { return divided_ == epoch_ ? first_ : 0; }
+  // This rank's places from `first`, where a division begins, to before `end`.
+  size_t places_between(size_t first, size_t end) const;
+  // This rank's samples in an epoch whose division begins at a place.
+  size_t samples_from(size_t first) const;
+  void begin_at(size_t first, size_t index);
+  // UsageError if this rank has fewer than `index` samples from `first` on.
+  void require_within(size_t index, size_t first) const;
   std::optional<Begin> begin_;
   std::optional<StandsIn> stands_in_;
 };

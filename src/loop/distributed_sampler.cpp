@@ -27,21 +27,21 @@ size_t read_count(torch::serialize::InputArchive& archive, const char* name) {
   return static_cast<size_t>(count);
 }
 
+void check_rank(size_t rank, size_t num_replicas) {
+  if (rank >= num_replicas) throw UsageError(fmt::format("DistributedSampler: rank {} of {}", rank, num_replicas));
+}
+
 }  // namespace
 
 DistributedSampler::DistributedSampler(size_t size, size_t num_replicas, size_t rank,
                                        const DistributedSamplerOptions& options)
     : torch::data::samplers::DistributedSampler<>(size, num_replicas, rank, /*allow_duplicates=*/!options.drop_last),
       options_(options) {
-  check_ranks();
+  check_rank(rank, num_replicas);
   if (options.drop_last && !options.pad) {
     throw UsageError("DistributedSampler: drop_last with pad = false: give one of them");
   }
   DistributedSampler::reset();
-}
-
-void DistributedSampler::check_ranks() const {
-  if (rank_ >= num_replicas_) throw UsageError(fmt::format("DistributedSampler: rank {} of {}", rank_, num_replicas_));
 }
 
 DistributedSampler::DistributedSampler(size_t size, const Group& group, const DistributedSamplerOptions& options)
@@ -60,14 +60,12 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
   first_ = here ? std::min(begin_->first, size_) : 0;
   const size_t end = first_ + places(size_ - first_, num_replicas_, options_);
   indices_.clear();
-  unpadded_ = 0;
   const size_t block = stands_in_ ? stands_in_->batch * num_replicas_ : std::max<size_t>(1, end - first_);
   const size_t stride = stands_in_ ? stands_in_->ranks : num_replicas_;
   for (size_t begin = first_; begin < end; begin += block) {
     const size_t block_end = std::min(end, begin + block);
     for (size_t share = rank_; share < num_replicas_; share += stride) {
       for (size_t place = begin + share; place < block_end; place += num_replicas_) {
-        if (place < size_) ++unpadded_;
         indices_.push_back(static_cast<size_t>(shuffled[place % size_]));
       }
     }
@@ -85,12 +83,30 @@ std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
   return batch;
 }
 
+size_t DistributedSampler::places_between(size_t first, size_t end) const {
+  const size_t stride = stands_in_ ? stands_in_->ranks : num_replicas_;
+  size_t count = 0;
+  for (size_t share = rank_; share < num_replicas_ && first + share < end; share += stride) {
+    count += (end - first - share + num_replicas_ - 1) / num_replicas_;
+  }
+  return count;
+}
+
+size_t DistributedSampler::samples_from(size_t first) const {
+  return places_between(first, first + places(size_ - first, num_replicas_, options_));
+}
+
+size_t DistributedSampler::unpadded() const {
+  const size_t first = first_place();
+  return places_between(first, std::min(size_, first + places(size_ - first, num_replicas_, options_)));
+}
+
 void DistributedSampler::divide(size_t num_replicas, size_t rank, size_t taken) {
+  check_rank(rank, num_replicas);
   num_replicas_ = num_replicas;
   rank_ = rank;
   stands_in_.reset();
-  check_ranks();
-  begin_at(taken);
+  begin_at(taken, 0);
 }
 
 void DistributedSampler::divide_shares(size_t num_replicas, size_t ranks, size_t rank, size_t batch, size_t taken) {
@@ -101,47 +117,46 @@ void DistributedSampler::divide_shares(size_t num_replicas, size_t ranks, size_t
   num_replicas_ = num_replicas;
   rank_ = rank;
   stands_in_ = {ranks, batch};
-  begin_at(taken);
+  begin_at(taken, 0);
 }
 
 size_t DistributedSampler::shares() const {
   return stands_in_ ? (num_replicas_ - rank_ + stands_in_->ranks - 1) / stands_in_->ranks : 1;
 }
 
-void DistributedSampler::begin_at(size_t taken) {
-  begin_ = {epoch_, taken, 0};
+void DistributedSampler::begin_at(size_t first, size_t index) {
+  begin_ = {epoch_, first, index};
   reset();
-  begin_ = {epoch_, taken, 0};  // for copies
+  begin_ = {epoch_, first, index};  // for copies
+}
+
+void DistributedSampler::require_within(size_t index, size_t first) const {
+  const size_t samples = samples_from(first);
+  if (index <= samples) return;
+  throw UsageError(fmt::format("DistributedSampler: cannot begin behind {} samples: this rank has {}", index, samples));
 }
 
 void DistributedSampler::seek(size_t index) {
-  const size_t first = begin_ && begin_->epoch == epoch_ ? begin_->first : 0;
-  begin_ = {epoch_, first, 0};
-  reset();
-  if (index > indices_.size()) {
-    throw UsageError(
-        fmt::format("DistributedSampler: cannot begin behind {} samples: this rank has {}", index, indices_.size()));
-  }
-  index_ = index;
-  begin_ = {epoch_, first, index};
+  const size_t first = first_place();
+  require_within(index, first);
+  begin_at(first, index);
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
-  Begin at{epoch_, first_, index_};
-  if (divided_ != epoch_) at = begin_ && begin_->epoch == epoch_ ? *begin_ : Begin{epoch_, 0, 0};  // not begun yet
-  archive.write("epoch", at::tensor(static_cast<int64_t>(at.epoch)), /*is_buffer=*/true);
-  archive.write("index", at::tensor(static_cast<int64_t>(at.index)), /*is_buffer=*/true);
-  archive.write("first", at::tensor(static_cast<int64_t>(at.first)), /*is_buffer=*/true);
+  archive.write("epoch", at::tensor(static_cast<int64_t>(epoch_)), /*is_buffer=*/true);
+  archive.write("index", at::tensor(static_cast<int64_t>(index())), /*is_buffer=*/true);
+  archive.write("first", at::tensor(static_cast<int64_t>(first_place())), /*is_buffer=*/true);
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   const auto epoch = read_count(archive, "epoch");
   const auto index = read_count(archive, "index");
-  auto first = at::zeros({}, at::kLong);
-  archive.try_read("first", first, /*is_buffer=*/true);  // archives of older versions have none
+  auto saved = at::zeros({}, at::kLong);
+  archive.try_read("first", saved, /*is_buffer=*/true);  // archives of older versions have none
+  const auto first = std::min(size_, static_cast<size_t>(std::max<int64_t>(0, saved.item<int64_t>())));
+  require_within(index, first);
   set_epoch(epoch);
-  begin_at(static_cast<size_t>(std::max<int64_t>(0, first.item<int64_t>())));
-  seek(index);
+  begin_at(first, index);
 }
 
 }  // namespace shoal

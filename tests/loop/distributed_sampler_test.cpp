@@ -287,6 +287,56 @@ TEST(DistributedSampler, ELA01_a_division_concerns_its_epoch_alone) {
   EXPECT_THROW(sampler.divide(2, 2), UsageError);
 }
 
+TEST(DistributedSampler, ELA01_seeks_within_a_division_that_has_begun) {
+  DistributedSampler sampler(12, 2, 0, {.shuffle = false});
+  sampler.divide(2, 0, 6);
+  sampler.reset();
+  EXPECT_EQ(sampler.next(1), Indices({6}));
+  sampler.seek(1);
+  EXPECT_EQ(sampler.next(1), Indices({8}));
+  EXPECT_THROW(sampler.seek(4), UsageError);
+  EXPECT_EQ(sampler.next(1), Indices({10})) << "what is refused changes nothing";
+}
+
+TEST(DistributedSampler, ELA01_counts_are_those_of_the_present_epoch_before_it_begins) {
+  for (const auto& options : {Options{}, keep, drop}) {
+    for (const size_t rank : {0U, 1U}) {
+      const DistributedSampler whole(13, 3, rank, options);
+      DistributedSampler sampler(13, 2, 0, options);
+      for (const bool stands_in : {false, true}) {
+        sampler.set_epoch(0);
+        stands_in ? sampler.divide_shares(3, 2, rank, 2, 6) : sampler.divide(3, rank, 6);
+        sampler.next(1);
+        sampler.set_epoch(1);
+        auto begun = sampler;
+        begun.reset();
+        EXPECT_EQ(sampler.num_samples(), drain(begun).size());
+        EXPECT_EQ(sampler.unpadded(), begun.unpadded());
+        EXPECT_EQ(sampler.index(), 0U);
+        if (stands_in) continue;
+        EXPECT_EQ(sampler.num_samples(), whole.num_samples());
+        EXPECT_EQ(sampler.unpadded(), whole.unpadded());
+      }
+    }
+  }
+}
+
+TEST(DistributedSampler, a_refused_load_changes_nothing) {
+  DistributedSampler sampler(20, 2, 1);
+  std::stringstream stream;
+  torch::serialize::OutputArchive out;
+  DistributedSampler larger(800, 2, 1);
+  larger.set_epoch(4);
+  larger.seek(400);
+  larger.save(out);
+  out.save_to(stream);
+  torch::serialize::InputArchive in;
+  in.load_from(stream);
+  EXPECT_THROW(sampler.load(in), UsageError);
+  EXPECT_EQ(sampler.epoch(), 0U);
+  EXPECT_EQ(drain(sampler), epoch_of(20, 0, {}, 2, 1));
+}
+
 TEST(DistributedSampler, ELA01_a_division_is_saved_and_loaded) {
   DistributedSampler sampler(20, 2, 1, {.seed = 5});
   sampler.set_epoch(3);
