@@ -93,7 +93,13 @@ AccumAdamParamState fresh_state(const at::Tensor& parameter) {
 at::Tensor AccumAdam::step_with(const LossClosure& closure, bool decoupled_decay) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
-  const auto groups = collect_updates(*this, decoupled_decay ? "AccumAdamW" : "AccumAdam");
+  const char* name = decoupled_decay ? "AccumAdamW" : "AccumAdam";
+  const auto groups = collect_updates(*this, name);
+  check_states(groups, [&](const at::Tensor& parameter, const AccumAdamParamState& state, const AccumAdamOptions&) {
+    require_state(state.exp_avg(), "exp_avg", parameter.sizes(), parameter, name);
+    require_state(state.exp_avg_sq(), "exp_avg_sq", parameter.sizes(), parameter, name);
+    require_state(state.accum_grad(), "accum_grad", parameter.sizes(), parameter, name);
+  });
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = options_of(i);
     const double decay = options.weight_decay();

@@ -68,18 +68,46 @@ void AdafactorParamState::serialize(torch::serialize::InputArchive& archive) {
 
 namespace {
 
+std::vector<int64_t> shape_of_rows(const at::Tensor& parameter) {
+  auto shape = parameter.sizes().vec();
+  shape.back() = 1;
+  return shape;
+}
+
+std::vector<int64_t> shape_of_columns(const at::Tensor& parameter) {
+  auto shape = parameter.sizes().vec();
+  shape[shape.size() - 2] = 1;
+  return shape;
+}
+
 AdafactorParamState fresh_state(const at::Tensor& parameter, const AdafactorOptions& options) {
   AdafactorParamState state;
   if (parameter.dim() > 1) {
-    auto rows = parameter.sizes().vec(), columns = rows;
-    rows.back() = 1;
-    columns[columns.size() - 2] = 1;
-    state.row_var(at::zeros(rows, parameter.options())).col_var(at::zeros(columns, parameter.options()));
+    state.row_var(at::zeros(shape_of_rows(parameter), parameter.options()))
+        .col_var(at::zeros(shape_of_columns(parameter), parameter.options()));
   } else {
     state.variance(at::zeros_like(parameter));
   }
   if (options.beta1() > 0) state.exp_avg(at::zeros_like(parameter));
   return state;
+}
+
+// UsageError, before anything has changed, for state that does not fit, and for state that was made without beta1 and
+// lacks what it needs.
+void require_fit(const at::Tensor& parameter, const AdafactorParamState& state, const AdafactorOptions& options) {
+  if (parameter.dim() > 1) {
+    require_state(state.row_var(), "row_var", shape_of_rows(parameter), parameter, "Adafactor");
+    require_state(state.col_var(), "col_var", shape_of_columns(parameter), parameter, "Adafactor");
+  } else {
+    require_state(state.variance(), "variance", parameter.sizes(), parameter, "Adafactor");
+  }
+  if (options.beta1() == 0) return;
+  require_shape(state.exp_avg(), "exp_avg", parameter, "Adafactor");
+  if (state.exp_avg().defined()) return;
+  throw UsageError(fmt::format(
+      "Adafactor: beta1 is set, and the state of a parameter [{}] has no exp_avg, because it was made without: set "
+      "beta1 to 0, or begin with new state",
+      fmt::join(parameter.sizes(), ", ")));
 }
 
 double root_mean_square(const at::Tensor& tensor) {
@@ -134,6 +162,7 @@ at::Tensor Adafactor::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
   const auto groups = collect_updates(*this, "Adafactor");
+  check_states(groups, require_fit);
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const auto& [parameter, gradient] : groups[i]) {
       auto& state = state_of(parameter, [&, &p = parameter] { return fresh_state(p, options_of(i)); });

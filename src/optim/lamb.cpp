@@ -85,6 +85,10 @@ at::Tensor Lamb::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
   const auto groups = collect_updates(*this, "Lamb");
+  check_states(groups, [](const at::Tensor& parameter, const LambParamState& state, const LambOptions&) {
+    require_state(state.exp_avg(), "exp_avg", parameter.sizes(), parameter, "Lamb");
+    require_state(state.exp_avg_sq(), "exp_avg_sq", parameter.sizes(), parameter, "Lamb");
+  });
   for (size_t i = 0; i < groups.size(); ++i) {
     for (const auto& [parameter, gradient] : groups[i]) {
       auto& state = state_of(parameter, [&, &p = parameter] {

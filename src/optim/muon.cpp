@@ -118,6 +118,9 @@ at::Tensor Muon::step(LossClosure closure) {
   // Checked again, because groups can be changed or added through the base class.
   checked(param_groups_);
   const auto groups = collect_updates(*this, "Muon");
+  check_states(groups, [](const at::Tensor& parameter, const MuonParamState& state, const MuonOptions&) {
+    require_state(state.momentum_buffer(), "momentum_buffer", parameter.sizes(), parameter, "Muon");
+  });
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = options_of(i);
     for (const auto& [parameter, gradient] : groups[i]) {

@@ -57,10 +57,16 @@ std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Opt
 
 void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter,
                    const std::string& optimizer) {
-  if (!state.defined() || state.sizes() == parameter.sizes()) return;
-  throw UsageError(fmt::format(
-      "{}: {} of a parameter [{}] has the shape [{}]: it was loaded from another model; begin with new state", optimizer,
-      what, fmt::join(parameter.sizes(), ", "), fmt::join(state.sizes(), ", ")));
+  if (state.defined()) require_state(state, what, parameter.sizes(), parameter, optimizer);
+}
+
+void require_state(const at::Tensor& state, const char* what, at::IntArrayRef shape, const at::Tensor& parameter,
+                   const std::string& optimizer) {
+  if (state.defined() && state.sizes() == shape) return;
+  const auto fault =
+      state.defined() ? fmt::format("has the shape [{}]", fmt::join(state.sizes(), ", ")) : "is not there";
+  throw UsageError(fmt::format("{}: {} of a parameter [{}] {}: it was loaded from another model; begin with new state",
+                               optimizer, what, fmt::join(parameter.sizes(), ", "), fault));
 }
 
 at::Tensor aligned(at::Tensor& state, const at::Tensor& parameter) {

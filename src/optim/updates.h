@@ -27,7 +27,12 @@ std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Opt
 
 // UsageError, before anything has changed, for a state tensor with another shape than its parameter's, as a checkpoint of
 // another model brings it: the kernels would read and write past its end. An undefined one fits.
-void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter, const std::string& optimizer);
+void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter,
+                   const std::string& optimizer);
+
+// UsageError, before anything has changed, for a state tensor that is not there or has another shape.
+void require_state(const at::Tensor& state, const char* what, at::IntArrayRef shape, const at::Tensor& parameter,
+                   const std::string& optimizer);
 
 // A state tensor for the same kernels, of the parameter's shape. One with another layout than the parameter's is replaced by a copy: a checkpoint
 // may bring other strides, and Module::to changes dtype and device of the parameter only.

@@ -16,6 +16,7 @@
 #include "shoal/error.h"
 #include "tests/optim/decent_vectors.h"
 #include "tests/optim/inputs.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::accum_adam_test {
 namespace {
@@ -177,6 +178,19 @@ TEST(AccumAdam, wrong_options_and_sparse_gradients_are_refused_before_anything_c
   EXPECT_THROW(optimizer.step(), UsageError);
   EXPECT_TRUE(good.equal(at::ones({3})));
   EXPECT_TRUE(optimizer.state().empty());
+}
+
+TEST(AccumAdam, state_of_another_shape_is_refused_before_anything_changes) {
+  auto first = at::ones({3}).requires_grad_(true), second = at::ones({4}).requires_grad_(true);
+  first.mutable_grad() = at::ones({3});
+  second.mutable_grad() = at::ones({4});
+  AccumAdamW optimizer({first, second});
+  optimizer.step();
+  const auto before = first.detach().clone();
+  static_cast<AccumAdamParamState&>(*optimizer.state().at(second.unsafeGetTensorImpl())).accum_grad(at::ones({2}));
+  EXPECT_THAT(test::refusal([&] { optimizer.step(); }),
+              HasSubstr("AccumAdamW: accum_grad of a parameter [4] has the shape [2]"));
+  EXPECT_TRUE(first.equal(before));
 }
 
 }  // namespace

@@ -127,6 +127,24 @@ TEST(Adafactor, keeps_rows_and_columns_only) {
   EXPECT_FALSE(state.variance().defined() || state.exp_avg().defined());
 }
 
+TEST(Adafactor, beta1_is_refused_over_state_without_it_before_anything_changes) {
+  auto weight = at::ones({2, 3}).requires_grad_(true);
+  weight.mutable_grad() = at::ones({2, 3});
+  Adafactor optimizer({weight}, AdafactorOptions(0.1));
+  optimizer.step();
+  auto& options = static_cast<AdafactorOptions&>(optimizer.param_groups()[0].options());
+  options.beta1(0.9);
+  const auto& state = static_cast<AdafactorParamState&>(*optimizer.state().at(weight.unsafeGetTensorImpl()));
+  weight.mutable_grad() = at::full({2, 3}, 5.0F);
+  const auto before = weight.detach().clone(), rows = state.row_var().clone();
+  EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("set beta1 to 0, or begin with new state"));
+  EXPECT_EQ(state.step(), 1);
+  EXPECT_TRUE(weight.equal(before) && state.row_var().equal(rows));
+  options.beta1(0);
+  optimizer.step();
+  EXPECT_FALSE(weight.equal(before));
+}
+
 MuonOptions other_muon() {
   return MuonOptions(2e-3)
       .weight_decay(0.3)
@@ -206,6 +224,35 @@ TEST(WholeTensorOptimizers, sparse_gradients_are_refused_before_anything_changes
   expect_sparse_refused<Lamb>(LambOptions());
   expect_sparse_refused<Adafactor>(AdafactorOptions());
   expect_sparse_refused<Muon>(MuonOptions());
+}
+
+// field: of the state; the second parameter's gets another shape, and the first parameter would be updated before it.
+template <class Optimizer, class State, class Field>
+void expect_other_shape_refused(const char* name, const Field& field) {
+  auto first = at::ones({2, 3}).requires_grad_(true), second = at::ones({2, 3}).requires_grad_(true);
+  first.mutable_grad() = at::ones({2, 3});
+  second.mutable_grad() = at::ones({2, 3});
+  Optimizer optimizer({first, second});
+  optimizer.step();
+  const auto before = first.detach().clone();
+  for (const auto& other : {at::ones({3, 2}), at::Tensor()}) {
+    field(static_cast<State&>(*optimizer.state().at(second.unsafeGetTensorImpl()))) = other;
+    EXPECT_THAT(refusal([&] { optimizer.step(); }), AllOf(HasSubstr(name), HasSubstr("was loaded from another model")));
+    EXPECT_TRUE(first.equal(before)) << name;
+  }
+}
+
+TEST(WholeTensorOptimizers, state_of_another_shape_is_refused_before_anything_changes) {
+  expect_other_shape_refused<Lamb, LambParamState>(
+      "exp_avg", [](auto& state) -> auto& { return state.exp_avg(); });
+  expect_other_shape_refused<Lamb, LambParamState>(
+      "exp_avg_sq", [](auto& state) -> auto& { return state.exp_avg_sq(); });
+  expect_other_shape_refused<Adafactor, AdafactorParamState>(
+      "row_var", [](auto& state) -> auto& { return state.row_var(); });
+  expect_other_shape_refused<Adafactor, AdafactorParamState>(
+      "col_var", [](auto& state) -> auto& { return state.col_var(); });
+  expect_other_shape_refused<Muon, MuonParamState>(
+      "momentum_buffer", [](auto& state) -> auto& { return state.momentum_buffer(); });
 }
 
 TEST(WholeTensorOptimizers, BEY01_parameters_without_elements_and_without_gradients) {

@@ -57,6 +57,18 @@ class OptimizerBase : public torch::optim::Optimizer {
     if (!slot) slot = std::make_unique<State>(fresh());
     return static_cast<State&>(*slot);
   }
+
+  // Calls check(parameter, state, options) for each parameter of these updates that has state, before anything changes.
+  template <class Groups, class Check>
+  void check_states(const Groups& groups, const Check& check) const {
+    for (size_t i = 0; i < groups.size(); ++i) {
+      for (const auto& update : groups[i]) {
+        const auto found = state_.find(update.parameter.unsafeGetTensorImpl());
+        if (found == state_.end()) continue;
+        check(update.parameter, static_cast<const State&>(*found->second), options_of(i));
+      }
+    }
+  }
 };
 
 }  // namespace shoal::detail
