@@ -405,8 +405,8 @@ class Training {
 };
 
 // Collective, except for strategies whose ranks train independently. Throws the strategy's own errors, and those of
-// find_strategy() and option_values(). UsageError for a recipe without `defaults` or `make`, and for a schedule or a
-// communication hook that the strategy would not use.
+// find_strategy() and option_values(). UsageError for a recipe without `defaults` or `make`, for a schedule or a
+// communication hook that the strategy would not use, and for an ignored name that the module does not have.
 template <class Module>
 Training<Module> make_training(const std::string& strategy, std::shared_ptr<Module> module, OptimizerRecipe recipe,
                                const Group& group, const TrainingOptions& options = {}) {

@@ -11,7 +11,7 @@ namespace shoal {
 TrainingParts checked_parts(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
                             OptimizerRecipe recipe, const Group& group, const TrainingOptions& options);
 
-// Without repetitions: libtorch lists a tied parameter under each of its names, which its optimizers refuse.
+// Without repetitions: libtorch lists a tied parameter under each of its names, and its optimizers update it as often.
 std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors);
 
 // The recipe's groups, or one group of all trainable parameters that are not ignored.

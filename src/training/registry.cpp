@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <list>
 
+#include "module/walk.h"
 #include "shoal/training.h"
 #include "training/builtin.h"
 #include "training/parts.h"
@@ -140,6 +141,8 @@ TrainingParts checked_parts(const std::string& strategy, std::shared_ptr<torch::
   check_arguments(chosen, recipe, options);
   auto values = option_values(chosen, options.options);
   if (chosen.check) chosen.check(values, options, group.size(), std::nullopt);
+  if (!module) throw UsageError(fmt::format("make_training {}: the module is nullptr", strategy));
+  walk(*module, options.ignored);  // also for strategies without a wrapper that would refuse unknown names
   return {.strategy = chosen,
           .module = std::move(module),
           .recipe = std::move(recipe),

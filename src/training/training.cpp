@@ -6,6 +6,7 @@
 #include "checkpoint/on_all_ranks.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/wrapper/logging.h"
+#include "module/walk.h"
 #include "shoal/zero.h"
 #include "training/parts.h"
 
@@ -32,13 +33,9 @@ std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors) {
 OptimizerRecipe::ParamGroups groups_of(const TrainingParts& parts) {
   if (parts.recipe.groups) return parts.recipe.groups(*parts.module);
   std::vector<at::Tensor> list;
-  const auto& ignored = parts.options.ignored;
-  for (const auto& entry : parts.module->named_parameters()) {
-    if (std::find(ignored.begin(), ignored.end(), entry.key()) != ignored.end()) continue;
-    if (entry.value().requires_grad()) list.push_back(entry.value());
-  }
+  for (const auto& entry : walk(*parts.module, parts.options.ignored).trainable()) list.push_back(entry.tensor);
   OptimizerRecipe::ParamGroups groups;
-  groups.emplace_back(distinct(list));
+  groups.emplace_back(std::move(list));
   return groups;
 }
 

@@ -116,7 +116,7 @@ auto with_optimizer(const Setup& setup, const Make& make) {
       setup.optimizer);
 }
 
-// Without repetitions: libtorch lists a tied parameter under each of its names, which its optimizers refuse.
+// Without repetitions: libtorch lists a tied parameter under each of its names, and its optimizers update it as often.
 std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& parameters);
 ParamGroups groups_of(const Setup& setup, const torch::nn::Module& module);
 // Gradients that are defined.

@@ -186,6 +186,15 @@ TEST_P(EveryStrategy, says_what_it_holds) {
   EXPECT_EQ(training->leader(), 0);
 }
 
+TEST_P(EveryStrategy, refuses_to_ignore_what_the_module_does_not_have) {
+  const auto& strategy = find_strategy(GetParam());
+  EXPECT_THAT(test::refusal([&] {
+                make_training(strategy.name, seeded(3), optimizer_recipe<FusedSGD>(sgd), group_of(strategy),
+                              {.ignored = {"first.wieght"}});
+              }),
+              testing::HasSubstr("the module has no parameter or buffer named first.wieght"));
+}
+
 INSTANTIATE_TEST_SUITE_P(Registry, EveryStrategy, testing::ValuesIn(strategy_names()),
                          [](const auto& it) { return it.param; });
 
@@ -326,6 +335,44 @@ TEST(Training, ignored_parameters_do_not_count_in_the_norm) {
     auto first = entry.value().detach().clone();
     group().broadcast(first, 0).wait();
     EXPECT_TRUE(at::equal(first, entry.value())) << entry.key() << " differs on rank " << group().rank();
+  }
+}
+
+TEST(Training, a_tied_parameter_is_ignored_by_any_of_its_names) {
+  for (const auto* strategy : {"ddp", "zero1", "local_sgd"}) {
+    for (const auto* name : {"second.weight", "again.weight"}) {
+      auto model = seeded(3);
+      model->register_module("again", model->second);
+      const auto before = model->second->weight.detach().clone();
+      auto training =
+          make_training(strategy, model, optimizer_recipe<torch::optim::SGD>(sgd), group(), {.ignored = {name}});
+      training->backward(mean_loss(training(batch(group().rank(), 0))));
+      training->step();
+      EXPECT_TRUE(at::equal(model->second->weight, before)) << strategy << " has trained " << name;
+    }
+  }
+}
+
+// libtorch's parameters() are such a list if a submodule has two names.
+TEST(Training, a_parameter_that_is_listed_twice_is_unscaled_and_clipped_once) {
+  const auto twice = [](const torch::nn::Module& module) {
+    auto list = module.parameters();
+    list.push_back(list.front());
+    OptimizerRecipe::ParamGroups groups;
+    groups.emplace_back(std::move(list));
+    return groups;
+  };
+  auto model = seeded(3);
+  mean_loss(model->forward(whole_batch(0, 0))).backward();
+  torch::nn::utils::clip_grad_norm_(model->parameters(), largest_norm);
+  TrainingOptions options{.clip_grad = largest_norm};
+  options.precision.scaler = GradScalerOptions{.initial_scale = 1024};
+  for (const auto* strategy : {"ddp", "local", "local_sgd"}) {
+    auto training =
+        make_training(strategy, seeded(3), optimizer_recipe<torch::optim::SGD>(sgd, twice), group(), options);
+    training->backward(mean_loss(training(whole_batch(0, 0))));
+    training->step();
+    EXPECT_LT(difference(gradients(*training.module()), gradients(*model)), 1e-9) << strategy;
   }
 }
 

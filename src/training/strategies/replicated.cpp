@@ -9,13 +9,15 @@ ReplicatedTraining::ReplicatedTraining(const TrainingParts& parts)
     : ScaledTraining(parts), optimizer_(parts.recipe.make(groups_of(parts))) {}
 
 // Of what the optimizer updates, which is the same on all ranks; a module may have more, which TrainingOptions::ignored leaves to
-// the program.
+// the program. Each once, though the recipe's groups may list a tied parameter under each of its names.
 std::vector<at::Tensor> ReplicatedTraining::gradients() const {
-  std::vector<at::Tensor> list;
+  std::vector<at::Tensor> parameters;
   for (const auto& group : optimizer_->param_groups()) {
-    for (const auto& parameter : group.params()) {
-      if (parameter.grad().defined() && !is_watchable(parameter.grad())) list.push_back(parameter.grad());
-    }
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : distinct(parameters)) {
+    if (parameter.grad().defined() && !is_watchable(parameter.grad())) list.push_back(parameter.grad());
   }
   return list;
 }
