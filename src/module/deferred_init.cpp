@@ -60,12 +60,40 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
 }
 
+// A copy of the values, because the program may change or free them before the operator runs.
+at::Tensor copy_of(const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;  // a copy would have another type promotion
+  return tensor.detach().clone();
+}
+
+c10::Storage copy_of(const c10::Storage& storage) {
+  const auto bytes = at::empty({0}, at::TensorOptions(at::kByte).device(storage.device()));
+  bytes.set_(storage, 0, {static_cast<int64_t>(storage.nbytes())}, {1});
+  return bytes.clone().storage();
+}
+
 // Recorded operator that has not run.
 struct Record {
   c10::OperatorHandle op;
-  Values arguments;  // deferred tensors, as aliases
-  Values results;    // tensors to be filled; empty: the operator writes to its arguments
+  Values arguments;                        // deferred tensors, as aliases, and copies of others
+  Values results;                          // tensors to be filled; empty: the operator writes to its arguments
+  std::vector<c10::StorageImpl*> written;  // storages of results, or of the arguments that it writes to
 };
+
+std::vector<c10::StorageImpl*> storages_written_by(const Record& record) {
+  std::vector<c10::StorageImpl*> list;
+  const auto add = [&](const at::Tensor& tensor) { list.push_back(storage_of(tensor)); };
+  for (const auto& result : record.results) for_tensors(result, add);
+  if (!record.results.empty()) return list;
+  const auto& declared = record.op.schema().arguments();
+  for (size_t i = 0; i < declared.size(); ++i) {
+    const auto* alias = declared[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) for_tensors(record.arguments[i], add);
+  }
+  return list;
+}
+
+using Storages = std::unordered_set<c10::StorageImpl*>;
 
 // All records, and the storages without memory. One per process, because scopes may share tensors.
 class Tape {
@@ -86,7 +114,7 @@ class Tape {
  private:
   bool without_memory(c10::StorageImpl* storage) const;
   std::vector<c10::StorageImpl*> deferred_in(const Values& values) const;
-  std::vector<c10::StorageImpl*> written_by(const Record& record) const;
+  std::vector<bool> due_for(Storages& needed) const;
   void run(const Record& record) const;
   void forget();
 
@@ -124,25 +152,13 @@ std::vector<c10::StorageImpl*> Tape::deferred_in(const Values& values) const {
   return list;
 }
 
-std::vector<c10::StorageImpl*> Tape::written_by(const Record& record) const {
-  if (!record.results.empty()) return deferred_in(record.results);
-  Values written;
-  const auto& declared = record.op.schema().arguments();
-  for (size_t i = 0; i < declared.size(); ++i) {
-    const auto* alias = declared[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) written.push_back(record.arguments[i]);
-  }
-  return deferred_in(written);
-}
-
 void Tape::write_down(const c10::OperatorHandle& op, const Values& arguments, const Values& results) {
-  const std::lock_guard lock(mutex_);
-  const auto keep = [&](const at::Tensor& tensor) {
-    return without_memory(storage_of(tensor)) ? alias_of(tensor) : tensor;
-  };
-  Record record{op, {}, {}};
+  const auto keep = [&](const at::Tensor& tensor) { return deferred(tensor) ? alias_of(tensor) : copy_of(tensor); };
+  Record record{op, {}, {}, {}};
   for (const auto& value : arguments) record.arguments.push_back(with_tensors(value, keep));
   for (const auto& value : results) record.results.push_back(with_tensors(value, keep));
+  record.written = storages_written_by(record);
+  const std::lock_guard lock(mutex_);
   records_.push_back(std::move(record));
 }
 
@@ -157,19 +173,45 @@ void Tape::run(const Record& record) const {
   }
 }
 
+// Which records write to needed memory; the memory that those read is needed, too, with all that is ever written to it.
+std::vector<bool> Tape::due_for(Storages& needed) const {
+  std::vector<bool> due(records_.size());
+  for (size_t before = 0; before < needed.size();) {
+    before = needed.size();
+    for (size_t i = records_.size(); i-- > 0;) {
+      const auto& written = records_[i].written;
+      if (due[i] || std::none_of(written.begin(), written.end(), [&](auto* one) { return needed.contains(one); })) {
+        continue;
+      }
+      due[i] = true;
+      for (auto* read : deferred_in(records_[i].arguments)) needed.insert(read);
+      for (auto* result : deferred_in(records_[i].results)) needed.insert(result);
+    }
+  }
+  return due;
+}
+
+// Gives a record that runs later copies of the memory that it reads and that others may change from now on. copies: those of
+// the present values.
+void keep_values(Record& record, const Storages& readable,
+                 std::unordered_map<c10::StorageImpl*, c10::Storage>& copies) {
+  const auto keep = [&](const at::Tensor& tensor) {
+    if (!readable.contains(storage_of(tensor))) return tensor;
+    auto& copy = copies[storage_of(tensor)];
+    if (!copy) copy = copy_of(tensor.storage());
+    auto kept = alias_of(tensor);
+    kept.unsafeGetTensorImpl()->set_storage_keep_dtype(copy);
+    return kept;
+  };
+  for (auto& value : record.arguments) value = with_tensors(value, keep);
+}
+
 void Tape::materialize(const std::vector<at::Tensor>& tensors) {
   const std::lock_guard lock(mutex_);
-  std::unordered_set<c10::StorageImpl*> needed;
+  Storages needed;
   for (auto* storage : deferred_in(Values(tensors.begin(), tensors.end()))) needed.insert(storage);
   if (needed.empty()) return;
-  // Walks the records backwards for those that write to needed memory; the memory that those read is needed, too.
-  std::vector<bool> due(records_.size());
-  for (size_t i = records_.size(); i-- > 0;) {
-    for (auto* written : written_by(records_[i])) due[i] = due[i] || needed.count(written) > 0;
-    if (!due[i]) continue;
-    for (auto* read : deferred_in(records_[i].arguments)) needed.insert(read);
-    for (auto* written : deferred_in(records_[i].results)) needed.insert(written);
-  }
+  const auto due = due_for(needed);
   const c10::impl::ExcludeDispatchKeyGuard for_real(mode);
   const torch::NoGradGuard no_grad;
   for (auto* storage : needed) {
@@ -179,13 +221,17 @@ void Tape::materialize(const std::vector<at::Tensor>& tensors) {
     storages_.erase(storage);
   }
   std::vector<Record> later;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> copies;
   for (size_t i = 0; i < records_.size(); ++i) {
+    auto& record = records_[i];
     if (due[i]) {
-      run(records_[i]);
-      records_[i].arguments.clear();  // may hold the last reference to some memory
-      records_[i].results.clear();
+      run(record);
+      for (auto* written : record.written) copies.erase(written);
+      record.arguments.clear();  // may hold the last reference to some memory
+      record.results.clear();
     } else {
-      later.push_back(std::move(records_[i]));
+      keep_values(record, needed, copies);
+      later.push_back(std::move(record));
     }
   }
   records_ = std::move(later);
@@ -263,6 +309,20 @@ Values results_in_shape(const c10::OperatorHandle& op, const Values& arguments, 
   return stack;
 }
 
+// The same, without results for an operator without tensors among its arguments, which can run at once.
+std::optional<Values> shapes_if_known(const c10::OperatorHandle& op, const Values& arguments, std::optional<int> device,
+                                      bool any_tensor) {
+  try {
+    return results_in_shape(op, arguments, device);
+  } catch (const c10::NotImplementedError&) {
+    if (!any_tensor) return std::nullopt;
+    throw UsageError(
+        fmt::format("DeferredInit: {} cannot be recorded, because PyTorch does not know the shape of its result before "
+                    "it runs; call it after materialize(), or outside the scope",
+                    op.schema().name()));
+  }
+}
+
 void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
     // Composite operators consist of others, which are dispatched here in turn; some of those are views or copies
@@ -292,9 +352,9 @@ void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
     op.callBoxed(stack);
     return;
   }
-  stack->erase(stack->end() - count, stack->end());
   if (schema.is_mutable()) {
     require_deferred_targets(schema, arguments);
+    stack->erase(stack->end() - count, stack->end());
     for (const auto& result : schema.returns()) stack->push_back(written_argument(schema, result, arguments));
     tape.write_down(op, arguments, {});
     return;
@@ -305,8 +365,14 @@ void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
     throw UsageError(
         fmt::format("DeferredInit: {} needs the values of a deferred tensor; call materialize() first", schema.name()));
   }
+  const auto shapes = shapes_if_known(op, arguments, device, any_tensor);
+  if (!shapes) {
+    op.callBoxed(stack);
+    return;
+  }
+  stack->erase(stack->end() - count, stack->end());
   Values results;
-  for (const auto& shape : results_in_shape(op, arguments, device)) {
+  for (const auto& shape : *shapes) {
     results.push_back(with_tensors(shape, [&](const at::Tensor& meta) { return tape.make_like(meta, place); }));
   }
   stack->insert(stack->end(), results.begin(), results.end());

@@ -118,6 +118,78 @@ TEST(DeferredInit, FSDP12_tensors_with_memory_take_part_and_are_not_written_to) 
   EXPECT_TRUE(at::equal(product, real));
 }
 
+TEST(DeferredInit, FSDP12_tensors_with_memory_have_the_values_of_the_moment) {
+  auto reused = at::zeros({3});
+  at::Tensor first, second;
+  {
+    const DeferredInit no_memory;
+    first = at::empty({3}).copy_(reused.fill_(1));
+    second = at::ones({3}).add_(reused.fill_(2));
+  }
+  {
+    std::vector<float> gone{5, 6, 7};
+    const DeferredInit no_memory;
+    first.add_(at::from_blob(gone.data(), {3}));
+    gone.assign(3, 0);
+  }
+  reused.zero_();
+  materialize({first, second});
+  EXPECT_TRUE(at::equal(first, at::tensor({6.0F, 7.0F, 8.0F})));
+  EXPECT_TRUE(at::equal(second, at::full({3}, 3.0F)));
+}
+
+// Each of them comes first once.
+TEST(DeferredInit, FSDP12_parts_have_the_values_of_the_moment_whichever_comes_first) {
+  for (const size_t first : {0, 1, 2}) {
+    std::vector<at::Tensor> made(3);
+    {
+      const DeferredInit no_memory;
+      made[0] = at::ones({2, 2});
+      made[1] = made[0] * 2;
+      made[0][1].fill_(5);
+      made[2] = made[0].t().clone();
+    }
+    materialize({made[first]});
+    materialize({made[0]});
+    made[0].zero_();
+    materialize(made);
+    EXPECT_TRUE(at::equal(made[1], at::full({2, 2}, 2.0F))) << first << made[1];
+    EXPECT_TRUE(at::equal(made[2], at::tensor({1.0F, 5.0F, 1.0F, 5.0F}).view({2, 2}))) << first << made[2];
+    EXPECT_EQ(made[0].count_nonzero().item<int64_t>(), 0) << first;
+  }
+}
+
+TEST(DeferredInit, FSDP12_what_is_written_to_a_part_after_others_have_read_it_is_not_lost) {
+  at::Tensor read, reader;
+  {
+    const DeferredInit no_memory;
+    read = at::ones({3});
+    reader = read * 2;
+    read.fill_(4);
+  }
+  materialize({reader});
+  materialize({read});
+  EXPECT_TRUE(at::equal(reader, at::full({3}, 2.0F)));
+  EXPECT_TRUE(at::equal(read, at::full({3}, 4.0F)));
+}
+
+TEST(DeferredInit, FSDP12_operators_without_a_known_shape_run_at_once_or_are_refused_by_name) {
+  at::Tensor weight;
+  {
+    const DeferredInit no_memory;
+    EXPECT_THAT([&] { at::multinomial(at::ones({5}), 3); },
+                testing::ThrowsMessage<UsageError>(
+                    testing::HasSubstr("DeferredInit: aten::multinomial cannot be recorded, because PyTorch")));
+    EXPECT_THROW(at::nonzero(at::eye(3)), UsageError);
+    const auto order = at::randperm(4);
+    EXPECT_FALSE(is_deferred(order));
+    weight = at::ones({4, 3});
+    weight.index_put_({order.slice(0, 0, 2)}, at::zeros({2, 3}));
+  }
+  materialize({weight});
+  EXPECT_EQ(weight.sum().item<float>(), 6);
+}
+
 TEST(DeferredInit, FSDP12_another_dtype_is_deferred_as_well) {
   torch::manual_seed(3);
   const torch::nn::Linear eager(4, 4);
