@@ -543,9 +543,10 @@ TEST(ElasticLoop, ELA02_ELA03_a_second_update_in_a_step_ends_the_rank) {
       optimizer.step();
       optimizer.step();
     };
-    return fault_of_refusal("is for the second function of Elastic::step(), once in each step",
-                            [&] { elastic.step(2, compute, twice); }) +
-           fault_of_refusal("it has left the job", [&] { elastic.step(2, compute, twice); }) + "end";
+    auto faults = fault_of_refusal("is for the second function of Elastic::step(), once in each step",
+                                   [&] { elastic.step(2, compute, twice); });
+    faults += fault_of_refusal("it has left the job", [&] { elastic.step(2, compute, twice); });
+    return faults + "end";
   });
   for (const auto& rank : ended) EXPECT_EQ(rank.text, "end");
 }
