@@ -69,7 +69,7 @@ class TrainingState {
   requires(!std::same_as<std::remove_cvref_t<Parts>, TrainingState> && ...) explicit TrainingState(Parts&&... parts)
       : TrainingState(checkpoint_source(detail::without_holder(parts)...)) {}
   explicit TrainingState(std::shared_ptr<CheckpointSource> source);
-  // Waits for a background save. Its error is lost here: call wait() before.
+  // Waits for a background save. Its error is only a warning here: call wait() before.
   ~TrainingState();
   TrainingState(TrainingState&&) noexcept;
 
@@ -95,7 +95,7 @@ class TrainingState {
 
 struct SaveOptions {
   int64_t step = 0;            // number of the checkpoint; equal on all ranks
-  std::string position{};      // position of this rank in its data, in a format of the caller's choice
+  std::string position{};      // position of this rank in its data, in a format of the caller's choice; 2 MiB at most
   int64_t keep_last = 0;       // keep the newest N checkpoints and delete older ones after a save; 0 keeps all
   int64_t snapshot_mb = 4096;  // save_async: MiB of memory per rank for copies; what exceeds it is written before the
                                // call returns

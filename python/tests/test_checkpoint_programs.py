@@ -1,6 +1,8 @@
 """PY07: checkpoints of what programs do: frozen layers, branches, buffers of all kinds, workers, other optimizers."""
 
 import struct
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -375,3 +377,55 @@ def test_PY07_ranks_but_one_may_have_no_position(tmp_path):
             shoal.checkpoint.save(tmp_path / "run", state, step=2, position=3)
 
     on_ranks(trains)
+
+
+class WithRanks(torch.nn.Module):
+    """Its names are those that a checkpoint gives to what belongs to one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.ranks = torch.nn.ModuleList([torch.nn.LayerNorm(4) for _ in range(2)])
+        with torch.no_grad():
+            for number, norm in enumerate(self.ranks):
+                norm.weight.fill_(2 + number)
+
+    def forward(self, x):
+        return self.ranks[1](self.ranks[0](x * self.weight))
+
+
+def test_PY07_a_child_named_ranks_is_the_models(tmp_path):
+    def run(rank):
+        net = WithRanks()
+        model = shoal.nn.DistributedDataParallel(net)
+        state = shoal.checkpoint.TrainingState(model, torch.optim.SGD(net.parameters(), lr=0.1))
+        shoal.checkpoint.save(tmp_path / "run", state)
+        with torch.no_grad():
+            net.weight.zero_()
+        return shoal.checkpoint.load(tmp_path / "run", state).exact, net.weight.tolist()
+
+    assert on_ranks(run) == [(True, [1, 1, 1, 1])] * 2
+
+
+def test_PY07_ranks_that_load_with_other_options_are_told(tmp_path):
+    def run(rank):
+        net = torch.nn.Linear(2, 1)
+        model = shoal.nn.DistributedDataParallel(net)
+        state = shoal.checkpoint.TrainingState(model, torch.optim.SGD(net.parameters(), lr=0.1))
+        shoal.checkpoint.save(tmp_path / "run", state)
+        with pytest.raises(shoal.DisagreeError, match="rates"):
+            shoal.checkpoint.load(tmp_path / "run", state, rates=rank == 0)
+
+    on_ranks(run)
+
+
+def test_PY07_a_background_save_that_failed_is_told_at_the_end(tmp_path):
+    program = (
+        "import torch, shoal\n"
+        "torch.distributed.init_process_group('shoal')\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "state = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+        "shoal.checkpoint.save_async('/proc/nope/run', state)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "background save has failed, and nobody called wait()" in ended.stderr

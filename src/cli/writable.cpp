@@ -46,4 +46,25 @@ void require_writable_folder(const char* option, const std::string& path) {
   if (access(path.c_str(), W_OK | X_OK) != 0) refuse(option, path, std::strerror(errno));
 }
 
+void require_not_read(const char* option, const std::string& output, const std::vector<std::filesystem::path>& read) {
+  namespace fs = std::filesystem;
+  if (output.empty() || output == "-") return;
+  std::error_code error;
+  const auto full = fs::weakly_canonical(fs::absolute(output), error);
+  for (const auto& input : read) {
+    const bool same = fs::equivalent(output, input, error);
+    const bool inside = fs::is_directory(input, error) && fs::equivalent(full.parent_path(), input, error);
+    if (same || inside) refuse(option, output, fmt::format("the command reads {}", input.string()));
+  }
+}
+
+void require_two_files(const char* option, const std::string& path, const char* other_option,
+                       const std::string& other) {
+  if (path.empty() || path == "-" || other.empty() || other == "-") return;
+  std::error_code error;
+  const bool same = std::filesystem::weakly_canonical(std::filesystem::absolute(path), error) ==
+                    std::filesystem::weakly_canonical(std::filesystem::absolute(other), error);
+  if (same) throw UsageError(fmt::format("{} and {} are both {}: give two files", option, other_option, path));
+}
+
 }  // namespace shoal::cli

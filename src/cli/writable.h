@@ -1,7 +1,9 @@
 #pragma once
 // Checks, before long work, of the output paths given on the command line.
 
+#include <filesystem>
 #include <string>
+#include <vector>
 
 namespace shoal::cli {
 
@@ -9,5 +11,9 @@ namespace shoal::cli {
 void require_writable_file(const char* option, const std::string& path);
 // The same for a folder, which is created if necessary.
 void require_writable_folder(const char* option, const std::string& path);
+// UsageError if the output is one of the files that the command reads, or lies in one of the folders. Accepts "" and "-".
+void require_not_read(const char* option, const std::string& output, const std::vector<std::filesystem::path>& read);
+// UsageError, which names both options, if two outputs are one file. Accepts "" and "-".
+void require_two_files(const char* option, const std::string& path, const char* other_option, const std::string& other);
 
 }  // namespace shoal::cli

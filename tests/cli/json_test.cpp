@@ -32,6 +32,17 @@ TEST(Json, of_checkpoints_traces_and_flights) {
   EXPECT_EQ(verified["tensors"], tensors.size());
   EXPECT_EQ(json_of({"checkpoint", "reshard", file("run"), file("other"), "--ranks", "3"})["ranks"], 3);
   EXPECT_EQ(json_of({"checkpoint", "export", file("run"), file("model.pt")})["output"], file("model.pt"));
+  // Nothing is written into the checkpoint that is read.
+  const auto inside = json_of({"checkpoint", "verify", file("run")})["path"].get<std::string>();
+  for (const auto& line :
+       std::vector<std::vector<std::string>>{{"checkpoint", "inspect", file("run"), "--json", inside + "/index.json"},
+                                             {"checkpoint", "export", file("run"), inside + "/model.safetensors"},
+                                             {"checkpoint", "inspect", file("model.pt"), "--json", file("model.pt")}}) {
+    const auto ended = shoal(line);
+    EXPECT_EQ(ended.code, 1);
+    EXPECT_NE(ended.output.find("the command reads"), std::string::npos) << ended.output;
+  }
+  EXPECT_EQ(json_of({"checkpoint", "verify", file("run")})["unchecked_bytes"], 0);
   const auto exported = json_of({"checkpoint", "inspect", file("model.pt")});
   EXPECT_EQ(exported["library"], "PyTorch");
   size_t of_model = 0;

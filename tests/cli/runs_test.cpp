@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 
@@ -182,6 +183,35 @@ TEST_F(Runs, report_compares_runs_and_thins_out_long_ones) {
   const auto html = text_of(folder_.file("r.html"));
   EXPECT_THAT(html,
               AllOf(HasSubstr("b.jsonl: loss"), HasSubstr("mine &lt;&amp;&gt;"), HasSubstr("mean of up to 4 steps")));
+}
+
+TEST_F(Runs, an_output_that_is_read_is_refused_before_it_is_written) {
+  const std::string text = "{\"step\":1,\"loss\":1}\n";
+  const auto metrics = write("metrics.jsonl", text);
+  std::filesystem::create_symlink(metrics, folder_.file("link"));
+  refused({"report", here(), "-o", metrics}, "--output: cannot write");
+  refused({"report", here(), "-o", folder_.file("page.html"), "--json", folder_.file("link")}, "--json: cannot write");
+  refused({"report", here(), "-o", folder_.file("one"), "--json", here() + "/./one"}, "give two files");
+  refused({"top", here(), "--json", metrics}, "the command reads");
+  EXPECT_EQ(text_of(metrics), text);
+}
+
+TEST_F(Runs, metrics_whose_names_begin_alike_stay_apart) {
+  const auto name = std::string(70, 'a');
+  write("m.jsonl", json{{"step", 1}, {name + "X", 1}, {name + "Y", 100}}.dump() + "\n");
+  const auto ended = shoal({"report", folder_.file("m.jsonl"), "-o", folder_.file("r.html"), "--json", "-"});
+  const auto found = json::parse(ended.output)["runs"][0]["metrics"];
+  EXPECT_EQ(found[name + "X"]["most"], 1);
+  EXPECT_EQ(found[name + "Y"]["least"], 100);
+}
+
+// The seconds of a resumed run begin anew, and may be more than those of the last line before.
+TEST_F(Runs, the_rate_is_that_since_the_last_resume) {
+  std::string text = json{{"step", 1}, {"loss", 1}, {"seconds", 1}, {"samples", 1000}}.dump() + "\n";
+  text += json{{"step", 2}, {"loss", 1}, {"seconds", 2}, {"samples", 10}}.dump() + "\n";
+  text += json{{"step", 3}, {"loss", 1}, {"seconds", 3}, {"samples", 20}}.dump() + "\n";
+  write("m.jsonl", text);
+  EXPECT_THAT(shoal({"top", folder_.file("m.jsonl")}).output, HasSubstr("10.0 samples/s"));
 }
 
 TEST_F(Runs, a_damaged_line_is_left_out_and_said_once) {

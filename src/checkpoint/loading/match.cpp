@@ -76,8 +76,10 @@ Match require_match(const SliceReader& reader, const std::vector<WantedTensor>& 
   auto result = match(reader, wanted, part, prefix);
   const bool nothing = result.matching.empty() && !wanted.empty();
   if (partial ? result.wrong_shape.empty() && !nothing : result.exact()) return result;
-  throw UsageError(fmt::format("{} does not match this model: {}{}", reader.name(), result.describe(),
-                               partial || !result.wrong_shape.empty() ? "" : "; set partial to load what matches"));
+  const auto* advice = !result.wrong_shape.empty() ? (partial ? "; a new layer needs a new name" : "")
+                       : partial                   ? ""
+                                                   : "; set partial to load what matches";
+  throw UsageError(fmt::format("{} does not match this model: {}{}", reader.name(), result.describe(), advice));
 }
 
 }  // namespace shoal

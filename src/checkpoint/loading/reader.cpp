@@ -20,22 +20,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// An honest index describes no more bytes than the files have on disk.
-int64_t bytes_in(const fs::path& folder) {
-  int64_t sum = 0;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    sum += stored_bytes(entry.path());
-  }
-  return sum;
-}
-
 CheckpointIndex read_index(const fs::path& folder) {
   constexpr int64_t longest = 1LL << 30;
   const auto path = folder / index_name;
   const auto text = read_text(path, longest, refuse_as<CheckpointError>);
-  const auto limit = std::max<int64_t>(0, bytes_in(folder) - static_cast<int64_t>(text.size())) + json_allowance;
-  auto index = parse_index(text, limit, path.string());
+  auto index = parse_index(text, json_limit(static_cast<int64_t>(text.size())), path.string());
   for (const auto& [name, size] : index.files) {
     std::error_code error;
     const auto found = fs::file_size(folder / name, error);

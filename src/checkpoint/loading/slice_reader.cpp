@@ -22,6 +22,11 @@ const StoredTensor& SliceReader::tensor(const std::string& name) const {
   return found->second;
 }
 
+bool SliceReader::has(const std::string& name, const std::string& part) const {
+  const auto found = index().tensors.find(name);
+  return found != index().tensors.end() && found->second.part == part;
+}
+
 void SliceReader::read_in_order(const StoredTensor& tensor, const Range& range, const Order& order, char* to) const {
   if (same_order(order, tensor.order)) return source_->read(tensor, range, to);
   read_reordered(tensor.shape, tensor.order, order, range, static_cast<int64_t>(c10::elementSize(tensor.dtype)), to,

@@ -27,6 +27,8 @@ class SliceReader {
   // Names, shapes, dtypes and state.
   const CheckpointIndex& index() const { return source_->index(); }
   const StoredTensor& tensor(const std::string& name) const;
+  // Whether there is such a tensor in that part: a model's may have any name.
+  bool has(const std::string& name, const std::string& part) const;
 
   // destination <- the elements `range` of the tensor. The destination has range.size() elements of any shape, strides
   // and device, and is filled in row-major order of its shape.

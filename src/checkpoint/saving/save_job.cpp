@@ -7,6 +7,7 @@
 
 #include "checkpoint/format/atomic_file.h"
 #include "checkpoint/format/crc32.h"
+#include "checkpoint/format/index.h"
 #include "checkpoint/format/safetensors_format.h"
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/saving/pieces.h"
@@ -228,7 +229,9 @@ void SaveJob::publish() {
   const auto reports = gather_text(group_, report(), 0, {-1, -1, subject});
   on_all_ranks(group_, subject, [&] {
     if (group_.rank() != 0) return;
-    write_atomically(unfinished_ / index_name, index_text(make_index(reports)));
+    const auto text = index_text(make_index(reports));
+    static_cast<void>(parse_index(text, json_limit(static_cast<int64_t>(text.size())), "its index"));  // as load() does
+    write_atomically(unfinished_ / index_name, text);
     shoal::publish(root_, unfinished_, step_);
   });
 }

@@ -61,7 +61,14 @@ CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
   state_ = std::make_unique<State>(group, std::move(root), options);
 }
 
-CheckpointSaver::~CheckpointSaver() = default;  // the futures' destructors wait
+CheckpointSaver::~CheckpointSaver() {
+  if (!state_) return;
+  try {
+    wait();
+  } catch (const std::exception& error) {  // nobody can catch it any more
+    TORCH_WARN("a checkpoint's background save has failed, and nobody called wait(): ", error.what());
+  }
+}
 
 void CheckpointSaver::save(const CheckpointContents& contents) {
   wait();

@@ -14,6 +14,7 @@
 #include "checkpoint/loading/reshard.h"
 #include "cli/commands.h"
 #include "cli/train/report.h"
+#include "cli/writable.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -58,8 +59,16 @@ Json to_json(const CheckpointReader& reader) {
           {"state", {{"global", index.global_state}, {"ranks", index.rank_states}}}};
 }
 
+// Nothing may be written into the checkpoint that is read.
+void require_outputs(const CheckpointOptions& options, const CheckpointReader& reader) {
+  require_not_read("OUTPUT", options.output, {reader.path()});
+  require_not_read("--json", options.json, {reader.path()});
+  require_writable_file("--json", options.json);
+}
+
 int inspect(const CheckpointOptions& options) {
   const CheckpointReader reader(options.path, /*verify=*/false);
+  require_outputs(options, reader);
   if (!options.json.empty()) write_json(options.json, to_json(reader));
   if (options.json == "-") return 0;
   const auto& index = reader.index();
@@ -87,6 +96,7 @@ int inspect(const CheckpointOptions& options) {
 
 int verify(const CheckpointOptions& options) {
   const CheckpointReader reader(options.path);
+  require_outputs(options, reader);
   const auto verified = reader.verify();
   if (!options.json.empty()) {
     write_json(options.json, {{"path", reader.path().string()},
@@ -107,6 +117,7 @@ int verify(const CheckpointOptions& options) {
 
 int export_model(const CheckpointOptions& options) {
   const CheckpointReader reader(options.path);
+  require_outputs(options, reader);
   const std::filesystem::path output = options.output;
   if (output.extension() == ".safetensors") {
     export_file(reader, output, options.part);
@@ -125,6 +136,7 @@ int export_model(const CheckpointOptions& options) {
 
 int reshard_checkpoint(const CheckpointOptions& options) {
   const CheckpointReader reader(options.path);
+  require_outputs(options, reader);
   const auto path = reshard(reader, options.output, options.ranks);
   if (!options.json.empty()) {
     write_json(options.json, {{"path", reader.path().string()}, {"output", path.string()}, {"ranks", options.ranks}});

@@ -33,7 +33,11 @@ double mean_of(const std::vector<const MetricsLine*>& lines, const std::string& 
 double rate_of(const std::vector<const MetricsLine*>& lines) {
   const auto& last = *lines.back();
   auto begin = lines.size() - 1;  // of the lines since the run was last resumed, which counts from 0 again
-  while (begin > 0 && lines[begin - 1]->number("seconds") < lines[begin]->number("seconds")) --begin;
+  const auto goes_on = [&](size_t line) {
+    return lines[line - 1]->number("seconds") < lines[line]->number("seconds") &&
+           lines[line - 1]->number("samples") < lines[line]->number("samples");
+  };
+  while (begin > 0 && goes_on(begin)) --begin;
   const auto& first = *lines[begin];
   if (begin + 1 == lines.size()) return last.number("samples") / last.number("seconds");
   return (last.number("samples") - first.number("samples")) / (last.number("seconds") - first.number("seconds"));

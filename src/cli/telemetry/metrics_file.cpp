@@ -75,7 +75,7 @@ MetricsLine parse_metrics_line(std::string_view text, const std::string& subject
     const auto number = number_of(value);
     if (name == "step" || !number) continue;
     if (line.numbers.size() == most_numbers) refuse(fmt::format("more than {} numbers", most_numbers));
-    line.numbers.emplace_back(printable(name.substr(0, 64)), *number);
+    line.numbers.emplace_back(printable(name), *number);
   }
   return line;
 }

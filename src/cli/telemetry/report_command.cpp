@@ -7,6 +7,7 @@
 
 #include "cli/commands.h"
 #include "cli/telemetry/report_page.h"
+#include "cli/telemetry/run_files.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
 #include "shoal/error.h"
@@ -32,6 +33,13 @@ void add_report_command(CLI::App& app, Action& chosen) {
   command->add_option("--json", options->json, "write the figures as JSON to this file; - is standard output");
   command->callback([options, &chosen] {
     if (options->output == "-" && options->json == "-") throw UsageError("-o - and --json -: give one of them a file");
+    require_two_files("--output", options->output, "--json", options->json);
+    for (const auto& place : options->places) {
+      auto read = find_run(place).flights;
+      if (const auto metrics = find_run(place).metrics) read.push_back(*metrics);
+      require_not_read("--output", options->output, read);
+      require_not_read("--json", options->json, read);
+    }
     require_writable_file("--output", options->output);
     require_writable_file("--json", options->json);
     chosen = [options] {

@@ -13,7 +13,9 @@
 #include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/telemetry/frame.h"
+#include "cli/telemetry/run_files.h"
 #include "cli/train/report.h"
+#include "cli/writable.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -72,6 +74,10 @@ void add_top_command(CLI::App& app, Action& chosen) {
     if (!(options->interval >= 0.1 && options->interval <= 3600)) {
       throw UsageError(fmt::format("--interval {}: give 0.1 to 3600 seconds", options->interval));
     }
+    auto read = find_run(options->place).flights;
+    if (const auto metrics = find_run(options->place).metrics) read.push_back(*metrics);
+    require_not_read("--json", options->json, read);
+    require_writable_file("--json", options->json);
     chosen = [options] { return top(*options); };
   });
 }

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <limits>
@@ -113,7 +115,7 @@ MergedTraces merge_traces(const std::vector<fs::path>& places, const std::string
   std::ofstream out(target);
   if (out) merged.events = write_merged(by_rank, first, out);
   out.close();
-  if (!out) throw UsageError(fmt::format("cannot write {}: does its folder exist and is it writable?", target));
+  if (!out) throw UsageError(fmt::format("cannot write {}: {}", target, std::strerror(errno)));
   return merged;
 }
 

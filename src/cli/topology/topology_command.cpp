@@ -10,6 +10,7 @@
 #include "cli/topology/drawing.h"
 #include "cli/topology/words.h"
 #include "cli/train/report.h"
+#include "cli/writable.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -94,6 +95,7 @@ void add_topology_command(CLI::App& app, Action& chosen) {
       chosen = [json = options->json] { return list_topologies(json); };
       return;
     }
+    require_two_files("--svg", options->svg, "--json", options->json);
     const auto topology = std::make_shared<Topology>(find(*options));
     chosen = [options, topology] { return show(*options, *topology); };
   });

@@ -5,8 +5,10 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <numeric>
@@ -282,7 +284,7 @@ void write_text(const std::string& path, const std::string& text) {
   std::ofstream file(path);
   file << text;
   file.close();
-  if (!file) throw UsageError(fmt::format("cannot write {}: does its folder exist and is it writable?", path));
+  if (!file) throw UsageError(fmt::format("cannot write {}: {}", path, std::strerror(errno)));
 }
 
 std::vector<std::pair<std::string, at::Tensor>> named_state(const torch::nn::Module& module) {

@@ -169,7 +169,7 @@ void TrainingLoader::check() const {
 
 std::string TrainingLoader::own_name(const std::string& name) const {
   const auto own = names::of_rank(rank_, name);
-  return exact_ && !model_only() && reader_.index().tensors.contains(own) ? own : name;
+  return exact_ && !model_only() && reader_.has(own, names::ranks_part) ? own : name;
 }
 
 void TrainingLoader::read(const std::string& name, const Range& range, const at::Tensor& destination,
@@ -370,7 +370,7 @@ void TrainingLoader::restore_random_numbers() const {
   if (reader_.index().world_size != ranks_) return;
   for (const auto& device : devices_of(view_)) {
     const auto name = names::of_rank(rank_, random_name(device));
-    if (!reader_.index().tensors.contains(name)) continue;
+    if (!reader_.has(name, names::ranks_part)) continue;
     auto generator = at::globalContext().defaultGenerator(device);
     const auto state = reader_.read(name);
     const std::lock_guard lock(generator.mutex());

@@ -17,11 +17,15 @@ namespace names = checkpoint_names;
 namespace {
 
 // Carried state from an entry of the state, and from tensors whose names begin with `prefix`.
-Carried carried(const SliceReader& reader, const nlohmann::json& state, const std::string& prefix) {
+constexpr size_t most_of_position = size_t{2} << 20;  // in the index, where bytes that are no UTF-8 take twice as much
+
+// part: of the tensors, as a model may have the same names.
+Carried carried(const SliceReader& reader, const nlohmann::json& state, const std::string& prefix, const char* part) {
   Carried all;
   if (const auto found = state.find(names::carried); found != state.end()) all.values = *found;
   const auto& tensors = reader.index().tensors;
   for (auto entry = tensors.lower_bound(prefix); entry != tensors.end() && entry->first.starts_with(prefix); ++entry) {
+    if (entry->second.part != part) continue;
     all.tensors[entry->first.substr(prefix.size())] = reader.read(entry->first);
   }
   return all;
@@ -78,6 +82,10 @@ void SaveOptions::validate() const {
   if (step < 0) faults += fmt::format("step {} is below 0; ", step);
   if (keep_last < 0) faults += fmt::format("keep_last {} is below 0; ", keep_last);
   if (snapshot_mb < 0) faults += fmt::format("snapshot_mb {} is below 0; ", snapshot_mb);
+  if (position.size() > most_of_position) {
+    faults += fmt::format("position has {} bytes, {} at most: save it in a file of its own; ", position.size(),
+                          most_of_position);
+  }
   if (!faults.empty()) throw UsageError("SaveOptions: " + faults.substr(0, faults.size() - 2));
 }
 
@@ -114,8 +122,9 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
       loaded.position = read_position(*found);
     }
     if (loaded.strategy != source.strategy()) return;
-    past.common = carried(reader, index.global_state, names::carried_tensor(""));
-    if (loaded.exact) past.own = carried(reader, state, names::of_rank(group.rank(), names::carried_tensor("")));
+    past.common = carried(reader, index.global_state, names::carried_tensor(""), names::strategy_part);
+    if (!loaded.exact) return;
+    past.own = carried(reader, state, names::of_rank(group.rank(), names::carried_tensor("")), names::ranks_part);
   });
   source.begin_load(past);
   TrainingLoader loader(reader, source.view(), peer, group, loaded.exact, options);
@@ -134,6 +143,9 @@ Loaded load(const std::filesystem::path& path, TrainingState& training, const Lo
   training.wait();
   auto& source = *training.state().source;
   const auto group = source.group();
+  agree(group, "the options of load()",
+        {fmt::format("partial {}, model_only {}, rates {}, options {}", options.partial, options.model_only,
+                     options.rates, options.options)});
   const auto reader = open_checkpoint(group, path, options.verify);
   auto loaded = load_from(reader, source, training.state().companions, options,
                           [&](const auto& work) { on_all_ranks(group, "checkpoint", work); });
