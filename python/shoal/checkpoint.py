@@ -23,6 +23,7 @@ import torch
 from . import _C
 from ._mirror import Wrapped, mirror_of
 from .distributed import group_of
+from .nn.ddp import DistributedDataParallel, note_equal_values
 from .nn.decentralized import DecentralizedDataParallel
 from .nn.fsdp import FullyShardedDataParallel
 from .optim import DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, OSS, ShardedOptimizer, ShardGossipOptimizer
@@ -83,6 +84,12 @@ class TrainingState:
         if self._optimizer is not None:
             self._optimizer._push()
 
+    def _before_loading(self) -> None:
+        self._before()
+        for part in self._parts:
+            if isinstance(part, DistributedDataParallel):
+                note_equal_values(part.parameters())
+
     def _after(self) -> None:
         for part in self._parts:
             if isinstance(part, LocalUpdates):
@@ -115,7 +122,7 @@ def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
         plain = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(
             optimizer, (ShardedOptimizer, LocalUpdates)
         )
-        if type(model).__name__ == "DistributedDataParallel" and isinstance(model, Wrapped) and plain:
+        if isinstance(model, DistributedDataParallel) and plain:
             return _C.TrainingState(model._core, optimizer)
         if isinstance(model, torch.nn.Module) and not isinstance(model, Wrapped) and plain:
             return _C.TrainingState(mirror_of(model), optimizer, group_of(process_group))
@@ -141,7 +148,7 @@ def save_async(run: str | Path, training: TrainingState, **options: Any) -> None
 def load(path: str | Path, training: TrainingState, **options: Any) -> Loaded:
     """Loads a checkpoint, the latest of a run, a safetensors file, or a .pt file. Options: partial, model_only, rates,
     options, verify. Collective."""
-    training._before()
+    training._before_loading()
     loaded = Loaded(**training._core.load(str(path), options))
     training._after()
     return loaded
@@ -149,7 +156,7 @@ def load(path: str | Path, training: TrainingState, **options: Any) -> Loaded:
 
 def load_latest(run: str | Path, training: TrainingState, **options: Any) -> Loaded | None:
     """Loads the latest checkpoint of a run if it has one; None: it has none, and nothing has changed. Collective."""
-    training._before()
+    training._before_loading()
     loaded = training._core.load_latest(str(run), options)
     training._after()
     return None if loaded is None else Loaded(**loaded)

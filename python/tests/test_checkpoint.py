@@ -195,3 +195,28 @@ def test_PY07_a_module_that_has_changed_is_refused_and_not_saved_as_it_was(wraps
             shoal.checkpoint.load(tmp_path / "run", training)
 
     on_ranks(saves)
+
+
+def test_PY07_a_sharded_optimizer_resumes_with_a_model_of_another_memory_format(tmp_path):
+    def resumes(rank):
+        def make(memory_format):
+            net = models.make("cnn").to(memory_format=memory_format)
+            model = shoal.nn.DistributedDataParallel(net)
+            return model, shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+        def step(model, optimizer):
+            x, y = models.batch("cnn", 1, rank)
+            loss = models.loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        model, optimizer = make(torch.contiguous_format)
+        step(model, optimizer)
+        shoal.checkpoint.save(tmp_path / "run", shoal.checkpoint.TrainingState(model, optimizer), step=1)
+        expected = step(model, optimizer)
+        model, optimizer = make(torch.channels_last)
+        shoal.checkpoint.load(tmp_path / "run", shoal.checkpoint.TrainingState(model, optimizer))
+        assert step(model, optimizer) == pytest.approx(expected, abs=1e-5)
+
+    on_ranks(resumes)

@@ -194,3 +194,21 @@ def test_PY05_networks_with_one_encoder_in_wrappers_of_their_own(views):
                 torch.testing.assert_close(parameter, expected)
 
     on_ranks(trains)
+
+
+def test_PY05_an_optimizer_whose_parameters_one_rank_owns_steps_with_gradients_set_by_hand():
+    def trains(rank):
+        net = torch.nn.Linear(3, 1, bias=False)
+        model = shoal.nn.DistributedDataParallel(net)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        for _ in range(2):
+            model(torch.ones(2, 3))
+            net.weight.grad = torch.ones(1, 3)
+            optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
+        return net.weight.tolist()
+
+    first, second = on_ranks(trains)
+    assert first == second

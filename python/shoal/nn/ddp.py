@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ class _NoteLoad:
 
     def __reduce__(self) -> Any:
         return _NoteLoad, (None,)
+
+
+# Wrappers that live.
+_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def note_equal_values(parameters: Iterable[torch.Tensor]) -> None:
+    """Tells wrappers that these parameters get equal values on all ranks. Only the ranks that own a parameter count it as
+    written, and a comparison needs all ranks."""
+    written = {id(parameter) for parameter in parameters}
+    for model in _wrappers:
+        if any(id(parameter) in written for _, parameter in model._watched):
+            model._equal = True
 
 
 class DistributedDataParallel(Wrapper):
@@ -60,6 +74,8 @@ class DistributedDataParallel(Wrapper):
         self._watched = [one for one in module.named_parameters() if one[0] not in ignored]
         self._seen = self._versions(), 0
         self._loaded = False
+        self._equal = False  # shoal itself has written values since
+        _wrappers.add(self)
         for inside in module.modules():
             inside.register_load_state_dict_post_hook(_NoteLoad(self))
 
@@ -82,9 +98,11 @@ def _compare_if_written(model: DistributedDataParallel) -> None:
     versions, steps = model._seen
     now = model._versions(), model._core.step()
     if now[0] == versions and not model._loaded:
+        model._equal = False
         return
     model._seen = now
-    if now[1] == steps or model._loaded:
+    equal, model._equal = model._equal, False
+    if model._loaded or (now[1] == steps and not equal):
         model._loaded = False
         items = [f"{name} with digest {_C.digest(parameter.detach()):x}" for name, parameter in model._watched]
         _C.agree(model._group, "the parameters after load_state_dict(), or after gradients set by hand", items)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from .. import _C
 from ..distributed import group_of
+from ..nn.ddp import note_equal_values
 from ._recipe import OptimizerClass, param_groups_of, recipe_of
 from ._sharded import ShardedOptimizer
 
@@ -36,6 +37,12 @@ class OSS(ShardedOptimizer):
         self._reduced_to_owners = False  # by a ShardedDataParallel
         group = group_of(process_group)
         super().__init__(recipe, _C.OSSCore(*recipe.core_arguments(), group, options), group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates what this rank owns and publishes it to all ranks. Returns the closure's result. Collective."""
+        loss = super().step(closure)
+        note_equal_values(self._parameters())
+        return loss
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients to a total norm over all ranks' shares; returns the norm before. Collective."""
