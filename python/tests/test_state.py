@@ -87,6 +87,81 @@ def test_PY06_state_of_another_optimizer_is_refused_and_whole_options_stay_whole
     on_ranks(trains)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_PY06_state_of_another_shape_is_refused(fused):
+    def trains(rank):
+        net = torch.nn.Linear(3, 50)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.AdamW, lr=0.1, fused=fused)
+        model = shoal.nn.ShardedDataParallel(net, optimizer)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        before = optimizer.state_dict()
+        for shape in ([2, 3], [3, 50], [150], [1], []):
+            state = copy.deepcopy(before)
+            state["state"][0]["exp_avg"] = torch.ones(shape)
+            with pytest.raises(shoal.UsageError) as refused:
+                optimizer.load_state_dict(state)
+            assert f"has exp_avg of shape {shape} for a parameter of shape [50, 3]" in str(refused.value)
+        optimizer.load_state_dict(before)
+        optimizer.step()
+
+    on_ranks(trains)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop, torch.optim.NAdam, torch.optim.ASGD])
+def test_PY06_state_of_other_shapes_than_the_parameters_is_taken(kind):
+    def trains(rank):
+        net = torch.nn.Linear(2, 3)
+        net.scale = torch.nn.Parameter(torch.tensor(1.0))
+        optimizer = shoal.optim.OSS(net.parameters(), kind, lr=0.1)
+        for step in range(2):
+            (net(torch.ones(2, 2)) * net.scale).pow(2).sum().backward()
+            optimizer.step()
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+        again = optimizer.state_dict()["state"]
+        for index, entry in state["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(again[index][key], value), (index, key)
+
+    on_ranks(trains)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps numbers of Python."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = self.state[parameter]
+                entry["tokens"] = entry.get("tokens", 2**24) + 1
+                entry["mean"], entry["warm"] = 0.1, True
+                assert type(entry["tokens"]) is int, entry
+        return super().step(closure)
+
+
+def test_PY06_numbers_of_a_state_keep_their_kinds():
+    def trains(rank):
+        def make():
+            torch.manual_seed(0)
+            net = torch.nn.Linear(3, 1, bias=False)  # which one rank owns
+            return net, shoal.optim.OSS(net.parameters(), Counts, lr=0.1, momentum=0.9)
+
+        def step(net, optimizer):
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            return optimizer.state_dict()
+
+        state = step(*make())
+        entry = {key: value for key, value in state["state"][0].items() if key != "momentum_buffer"}
+        assert repr(entry) == "{'mean': 0.1, 'tokens': 16777217, 'warm': True}", entry
+        net, optimizer = make()
+        optimizer.load_state_dict(state)
+        assert step(net, optimizer)["state"][0]["tokens"] == 2**24 + 2
+
+    on_ranks(trains)
+
+
 class Migrates(torch.nn.Module):
     """Its weight was kept in another unit before version 2."""
 

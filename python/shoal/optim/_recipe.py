@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ._state import changed_options
+from ._state import changed_options, number_kinds
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -39,6 +39,7 @@ class Recipe:
     name: str
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     element_wise: bool
+    kinds: dict[str, str]  # of numbers of the state; of torch.optim's element-wise classes, all are tensors
 
     def core_arguments(self) -> tuple[list[dict[str, Any]], dict[str, Any], str, Any]:
         return self.groups, self.defaults, self.name, self.make
@@ -126,6 +127,7 @@ def recipe_of(
         name=kind.__qualname__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__qualname__}",
         make=make,
         element_wise=kind in _element_wise if element_wise is None else element_wise,
+        kinds={} if known else number_kinds(make, resolved),
     )
 
 

@@ -12,10 +12,7 @@ import torch
 from .. import _C
 from .._new import make_new_tensors_work
 from ._recipe import Recipe
-from ._state import check_state, items_of, loaded_options
-
-# State that is one number even where the parameter is one element without dimensions.
-_scalars = {"step", "mu_product", "mu", "eta"}
+from ._state import check_state, is_number, items_of, loaded_options, number_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._core = core
         self._must_scale = False  # a loss scaler was asked for, and scale_loss() has not been called
         self._make = recipe.make
+        self._kinds: dict[str, str] = {}
+        self._learn_kinds(recipe)
         self._known = [list(group["params"]) for group in self.param_groups]
         self.last_step: StepResult | None = None
 
@@ -90,6 +89,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _regrouped(self, group: _C.Group) -> None:
         """The ranks are those of this group from now on."""
         self._group = group
+
+    def _learn_kinds(self, recipe: Recipe) -> None:
+        """Numbers of the state stay what they are in the optimizer's class, wherever they move."""
+        self._kinds.update(recipe.kinds)
+        self._core.know_kinds(self._kinds)
 
     def _push(self) -> None:
         """Options of param_groups, which schedules change, to C++."""
@@ -153,7 +157,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             entry = named.pop(name, {})
             if entry:
                 state[index] = {
-                    key: value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+                    key: value if isinstance(value, torch.Tensor) else number_of(self._kinds.get(key), value)
                     for key, value in entry.items()
                 }
         groups, first = [], 0
@@ -223,12 +227,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _plain(entry: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """One parameter's state, with numbers for tensors that are numbers."""
-    plain: dict[str, Any] = {}
-    for key, value in entry.items():
-        if value is None:
-            continue
-        number = not isinstance(value, torch.Tensor) or (
-            value.dim() == 0 and (parameter.dim() > 0 or key in _scalars)
-        )
-        plain[key] = float(value) if number else value
-    return plain
+    entry = {key: value for key, value in entry.items() if value is not None}
+    return {key: float(value) if is_number(key, value, parameter) else value for key, value in entry.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,31 +11,52 @@ import torch
 from .._C import UsageError
 from .._words import in_words
 
+# State that is one number even where the parameter is one element without dimensions.
+_scalars = {"step", "mu_product", "mu", "eta"}
+
+
+def is_number(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether an entry of a parameter's state is one number, rather than values of its elements."""
+    return not isinstance(value, torch.Tensor) or (value.dim() == 0 and (parameter.dim() > 0 or name in _scalars))
+
 
 def check_state(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     groups: list[dict[str, Any]],
     state: Callable[[torch.Tensor], dict[str, Any] | None],
 ) -> None:
-    """UsageError if a parameter's state has other entries than such an optimizer keeps: torch.optim would take it, and
-    begin anew without a word. `make`: makes the optimizer of param groups; state: of a parameter, if it has one."""
-    known: dict[tuple[int, int], set[str] | None] = {}
+    """UsageError if a parameter's state has other entries than such an optimizer keeps, or entries of another shape:
+    torch.optim would take it, and begin anew without a word, or write past its end. `make`: makes the optimizer of param
+    groups; state: of a parameter, if it has one."""
+    known: dict[tuple[int, int], _Kept | None] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
-            entry = state(parameter)
-            found = {key for key, value in (entry or {}).items() if value is not None} - {"main_param"}
-            if not found:
+            entry = {key: value for key, value in (state(parameter) or {}).items() if value is not None}
+            entry.pop("main_param", None)
+            if not entry:
                 continue
             key = (number, parameter.dim())
             if key not in known:
                 known[key] = _kept(make, group, parameter.dim())
             kept = known[key]
-            # Entries that a class adds in later steps are not among those of its first.
-            if kept is not None and (kept - found or not kept):
-                raise UsageError(
-                    f"the optimizer state has {', '.join(sorted(found))} for a parameter, the optimizer keeps "
-                    f"{', '.join(sorted(kept)) or 'nothing'}: it is the state of another optimizer"
-                )
+            if kept is not None:
+                _check_entry(entry, parameter, kept)
+
+
+def _check_entry(entry: dict[str, Any], parameter: torch.Tensor, kept: _Kept) -> None:
+    # Entries that a class adds in later steps are not among those of its first.
+    if kept.entries.keys() - entry.keys() or not kept.entries:
+        raise UsageError(
+            f"the optimizer state has {', '.join(sorted(entry))} for a parameter, the optimizer keeps "
+            f"{', '.join(sorted(kept.entries)) or 'nothing'}: it is the state of another optimizer"
+        )
+    for name, value in entry.items():
+        shape = _shape(value)
+        if name in kept.like_parameter and shape != parameter.shape:
+            raise UsageError(
+                f"the optimizer state has {name} of shape {list(shape)} for a parameter of shape {list(parameter.shape)}, of "
+                "whose shape it must be: it is the state of another model"
+            )
 
 
 def changed_options(
@@ -67,16 +89,62 @@ def loaded_options(
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
-def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dimensions: int) -> set[str] | None:
-    """Entries that the optimizer keeps after a step of a small parameter; None: it cannot take one."""
-    parameter = torch.nn.Parameter(torch.ones((2,) * dimensions))
+def number_kinds(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
+) -> dict[str, str]:
+    """What numbers of its state are in such an optimizer, by name: "int", "float", "bool", or a tensor of a dtype,
+    "torch.float64". A class that takes no step of a small parameter, or adds a number in later steps, has tensors."""
+    kinds = {}
+    for group in groups:
+        for dimensions in sorted({parameter.dim() for parameter in group["params"]}):
+            kept = _kept(make, group, dimensions)
+            for name, value in kept.entries.items() if kept else ():
+                if is_number(name, value, torch.empty((1,) * dimensions)):
+                    kinds[name] = _kind(value)
+    return kinds
+
+
+def number_of(kind: str | None, value: float) -> Any:
+    """A number as the optimizer has it. None: the kind is unknown, and the number what PyTorch's optimizers make of it."""
+    if kind in _plain_kinds:
+        return _plain_kinds[kind](value)
+    wide = torch.get_default_dtype() == torch.float64
+    dtype = getattr(torch, kind.removeprefix("torch.")) if kind else torch.float64 if wide else torch.float32
+    return torch.tensor(value, dtype=dtype)
+
+
+_plain_kinds: dict[str | None, Callable[[float], Any]] = {"bool": bool, "int": int, "float": float}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype)
+    return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+
+
+def _shape(value: Any) -> torch.Size:
+    return value.shape if isinstance(value, torch.Tensor) else torch.Size()
+
+
+@dataclass
+class _Kept:
+    """What an optimizer keeps of a parameter after its first step, and which entries have the parameter's shape."""
+
+    entries: dict[str, Any]
+    like_parameter: set[str]
+
+
+def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dimensions: int) -> _Kept | None:
+    """What the optimizer keeps of a small parameter, whose sizes differ; None: it cannot take a step of one."""
+    parameter = torch.nn.Parameter(torch.ones(tuple(range(2, 2 + dimensions))))
     parameter.grad = torch.ones_like(parameter)
     try:
         optimizer = make([{**group, "params": [parameter]}])
         optimizer.step()
     except Exception:  # of a class of the user's own
         return None
-    return {key for key, value in optimizer.state[parameter].items() if value is not None}
+    entries = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
+    return _Kept(entries, {key for key, value in entries.items() if _shape(value) == parameter.shape})
 
 
 def items_of(state_dict: dict[str, Any]) -> list[str]:

@@ -65,6 +65,7 @@ class OSS(ShardedOptimizer):
         recipe = recipe_of("OSS", param_groups_of([param_group]), optimizer_class, defaults)
         group = recipe.groups[0]
         self._core.add_param_group(group, recipe.name)
+        self._learn_kinds(recipe)
         core, self._core = self._core, None
         try:
             super().add_param_group(group)

@@ -16,6 +16,12 @@ namespace {
 // State that is one number also where the parameter is one.
 const std::set<std::string> scalars{"step", "mu_product", "mu", "eta"};
 
+std::string kind_of(const py::handle& number) {
+  if (THPVariable_Check(number.ptr())) return py::str(number.attr("dtype")).cast<std::string>();
+  if (py::isinstance<py::bool_>(number)) return "bool";
+  return py::isinstance<py::int_>(number) ? "int" : "float";
+}
+
 // State of one parameter: that of a Python optimizer, or one that was loaded and which it does not have yet.
 class PythonState : public torch::optim::OptimizerParamState {
  public:
@@ -43,13 +49,13 @@ class PythonState : public torch::optim::OptimizerParamState {
       if (value.is_none()) continue;
       if (!THPVariable_Check(value.ptr())) {
         named.numbers[name] = number(value, name);
-        (*kinds_)[name] = Py_TYPE(value.ptr())->tp_name;
+        (*kinds_)[name] = kind_of(value);
         continue;
       }
       const auto tensor = value.cast<at::Tensor>();
       if (tensor.dim() == 0 && (parameter_->cast<at::Tensor>().dim() > 0 || scalars.contains(name))) {
         named.numbers[name] = tensor.item<double>();
-        (*kinds_)[name] = py::str(value.attr("dtype")).cast<std::string>();
+        (*kinds_)[name] = kind_of(value);
       } else {
         named.tensors[name] = tensor.detach();
       }
@@ -90,8 +96,9 @@ void load_into(const py::object& optimizer, const py::object& parameter, const N
     const auto key = py::str(name);
     const bool plain = state.contains(key) && !THPVariable_Check(py::object(state[key]).ptr());
     const auto kind = kinds.find(name);
-    fresh[key] = plain ? to_python(c10::IValue(number), state[key])
-                       : number_in_python(number, kind != kinds.end() ? kind->second : "");
+    fresh[key] = number_in_python(number, plain                 ? kind_of(py::object(state[key]))
+                                          : kind != kinds.end() ? kind->second
+                                                                : std::string());
   }
   for (const auto& [name, tensor] : loaded.tensors) fresh[py::str(name)] = py::cast(copy ? tensor.clone() : tensor);
   all[parameter] = fresh;

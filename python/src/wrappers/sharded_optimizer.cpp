@@ -56,6 +56,8 @@ void bind_sharded_optimizer(py::module_& module) {
                            bool set_to_none) { unlocked([&] { optimizer.zero_grad(set_to_none); }); })
       .def("read_options", &read_options)
       .def("write_options", &write_options)
+      .def("know_kinds",
+           [](ShardedOptimizerBase& optimizer, NumberKinds kinds) { local_of(optimizer).kinds().merge(kinds); })
       .def("write_local", [](ShardedOptimizerBase& optimizer) { local_of(optimizer).write(); })
       .def("local", [](ShardedOptimizerBase& optimizer) { return local_of(optimizer).python(); })
       .def("all_reduce_max", [](const ShardedOptimizerBase& optimizer, at::Tensor tensor) {
