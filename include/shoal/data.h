@@ -57,6 +57,8 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   // How many of them are no repetition; these come first (not with divide_shares()). For evaluation, where each sample
   // must count once.
   size_t unpadded() const;
+  // This rank's samples from where the present epoch begins, here and in copies: what a data loader takes that is made now.
+  size_t left() const;
   // This rank's samples taken so far in this epoch. A data loader takes batches ahead of the loop.
   size_t index() const { return divided_ == epoch_ ? index_ : 0; }
 
@@ -87,6 +89,8 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   size_t num_replicas() const { return num_replicas_; }
   size_t rank() const { return rank_; }
   const DistributedSamplerOptions& options() const { return options_; }
+  // Other options from now on; the present epoch goes on at its place. UsageError as for the constructor.
+  void set_options(const DistributedSamplerOptions& options);
 
   // Epoch, index() and the place of divide(). load() restores them, as set_epoch(), divide() and seek() do; with a
   // UsageError it changes nothing. A data loader advances its copy and not this sampler: call

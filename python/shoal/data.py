@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -23,6 +25,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     Elastic divides the rest of an epoch anew when ranks are lost or come; a loader that was made before has the former
     division. dataset: whatever has a length. num_replicas, rank: those of the default process group if left out.
+    shuffle, seed and drop_last may be set later; ranks must do so alike. A copy, and one that was pickled, is at the same
+    place of the same epoch.
     """
 
     def __init__(
@@ -40,34 +44,74 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             if not dist.is_initialized():
                 raise _C.UsageError("DistributedSampler: there is no process group; give num_replicas and rank")
             num_replicas, rank = dist.get_world_size(), dist.get_rank()
-        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        self._core = _C.DistributedSampler(len(dataset), num_replicas, rank, options)
+        options = {"shuffle": shuffle, "seed": _seed(seed), "drop_last": drop_last}
+        self._core = _C.DistributedSampler(
+            len(dataset), _count("num_replicas", num_replicas), _count("rank", rank), options
+        )
         self.dataset: Any = dataset
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
 
     def set_epoch(self, epoch: int) -> None:
         """Another order of the samples. Call it before each epoch."""
-        self._core.set_epoch(epoch)
+        self._core.set_epoch(_count("epoch", epoch))
 
     def seek(self, index: int) -> None:
         """This epoch begins behind the rank's first `index` samples; later epochs begin at their start."""
-        self._core.seek(index)
+        self._core.seek(_count("index", index))
+
+    @property
+    def shuffle(self) -> bool:  # type: ignore[override]
+        return self._core.options()["shuffle"]
+
+    @shuffle.setter
+    def shuffle(self, shuffle: bool) -> None:
+        self._set(shuffle=shuffle)
+
+    @property
+    def seed(self) -> int:  # type: ignore[override]
+        return self._core.options()["seed"]
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._set(seed=_seed(seed))
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        return self._core.options()["drop_last"]
+
+    @drop_last.setter
+    def drop_last(self, drop_last: bool) -> None:
+        self._set(drop_last=drop_last)
+
+    def _set(self, **changed: Any) -> None:
+        self._core.set_options({**self._core.options(), **changed})
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
         return self._core.epoch()
 
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        raise _C.UsageError(f"DistributedSampler: epoch cannot be assigned to: call set_epoch({epoch})")
+
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
         return self._core.num_replicas()
+
+    @num_replicas.setter
+    def num_replicas(self, num_replicas: int) -> None:
+        raise _C.UsageError("DistributedSampler: num_replicas cannot be assigned to: make a sampler with it")
 
     @property
     def rank(self) -> int:  # type: ignore[override]
         return self._core.rank()
 
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        raise _C.UsageError("DistributedSampler: rank cannot be assigned to: make a sampler with it")
+
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        return self._core.num_samples()
+        return self._core.left()
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
@@ -77,5 +121,27 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         return iter(self._core.indices())
 
     def __len__(self) -> int:
-        """Samples of this rank in the present epoch, or in what is left of it since the ranks have changed."""
+        """Samples of this rank in the present epoch, or in what is left of it behind seek(), or since the ranks have changed."""
         return self.num_samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_core": copy.copy(self._core)}
+
+
+def _index(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise _C.UsageError(f"DistributedSampler: {name} is {value!r}, a {kind}; give a whole number") from None
+
+
+def _count(name: str, value: Any) -> int:
+    count = _index(name, value)
+    if not 0 <= count < 2**63:
+        raise _C.UsageError(f"DistributedSampler: {name} is {count}; give a whole number from 0 to 2^63 - 1")
+    return count
+
+
+def _seed(seed: Any) -> int:
+    return _index("seed", seed) % 2**64  # as PyTorch's generators take a negative one

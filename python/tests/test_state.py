@@ -247,12 +247,3 @@ def test_PY06_adamw_keeps_its_decoupled_weight_decay_when_it_loads_the_state_of_
             assert torch.allclose(ours, theirs, atol=1e-6)
 
     on_ranks(run)
-
-
-def test_PY05_a_sampler_goes_on_from_a_place():
-    for rank in (0, 1):
-        sampler = shoal.data.DistributedSampler(list(range(8)), num_replicas=2, rank=rank, shuffle=False)
-        sampler.seek(3)
-        assert list(sampler) == [6 + rank]
-        sampler.set_epoch(1)
-        assert list(sampler) == [rank, 2 + rank, 4 + rank, 6 + rank]

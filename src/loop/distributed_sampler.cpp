@@ -27,6 +27,11 @@ size_t read_count(torch::serialize::InputArchive& archive, const char* name) {
   return static_cast<size_t>(count);
 }
 
+void check(const DistributedSamplerOptions& options) {
+  if (!options.drop_last || options.pad) return;
+  throw UsageError("DistributedSampler: drop_last with pad = false: give one of them");
+}
+
 void check_rank(size_t rank, size_t num_replicas) {
   if (rank >= num_replicas) throw UsageError(fmt::format("DistributedSampler: rank {} of {}", rank, num_replicas));
 }
@@ -38,9 +43,7 @@ DistributedSampler::DistributedSampler(size_t size, size_t num_replicas, size_t 
     : torch::data::samplers::DistributedSampler<>(size, num_replicas, rank, /*allow_duplicates=*/!options.drop_last),
       options_(options) {
   check_rank(rank, num_replicas);
-  if (options.drop_last && !options.pad) {
-    throw UsageError("DistributedSampler: drop_last with pad = false: give one of them");
-  }
+  check(options);
   DistributedSampler::reset();
 }
 
@@ -99,6 +102,22 @@ size_t DistributedSampler::samples_from(size_t first) const {
 size_t DistributedSampler::unpadded() const {
   const size_t first = first_place();
   return places_between(first, std::min(size_, first + places(size_ - first, num_replicas_, options_)));
+}
+
+size_t DistributedSampler::left() const {
+  const bool here = begin_ && begin_->epoch == epoch_;
+  const size_t samples = samples_from(here ? std::min(begin_->first, size_) : 0);
+  return samples - (here ? std::min(begin_->index, samples) : 0);
+}
+
+void DistributedSampler::set_options(const DistributedSamplerOptions& options) {
+  check(options);
+  options_ = options;
+  if (divided_ == epoch_) {
+    begin_at(first_, index_);
+  } else {
+    reset();
+  }
 }
 
 void DistributedSampler::divide(size_t num_replicas, size_t rank, size_t taken) {

@@ -237,6 +237,39 @@ TEST(DistributedSampler, takes_a_new_size_on_reset) {
   EXPECT_EQ(distinct(drain(sampler)), std::set<size_t>({0, 1, 2, 3, 4}));
 }
 
+TEST(DistributedSampler, counts_what_a_data_loader_takes) {
+  for (const auto& options : {Options{}, keep, drop}) {
+    DistributedSampler sampler(21, 2, 1, options);
+    const auto takes = [&] { return served(sampler, 0).size(); };
+    EXPECT_EQ(sampler.left(), takes());
+    sampler.seek(6);
+    EXPECT_EQ(sampler.left(), takes());
+    sampler.divide(3, 1, 7);
+    EXPECT_EQ(sampler.left(), takes());
+    sampler.divide_shares(4, 2, 1, 2, 5);
+    EXPECT_EQ(sampler.left(), takes());
+    sampler.set_epoch(1);
+    EXPECT_EQ(sampler.left(), takes());
+  }
+}
+
+TEST(DistributedSampler, other_options_count_from_the_place_of_the_epoch) {
+  DistributedSampler sampler(21, 2, 1, {.seed = 3});
+  DistributedSampler other(21, 2, 1, {.seed = 4, .drop_last = true});
+  for (auto* one : {&sampler, &other}) {
+    one->set_epoch(2);
+    one->seek(6);
+  }
+  sampler.set_options(other.options());
+  EXPECT_EQ(served(sampler, 0), served(other, 0));
+  EXPECT_EQ(sampler.taken(), other.taken());
+  EXPECT_EQ(drain(sampler), drain(other));
+  sampler.set_epoch(3);
+  other.set_epoch(3);
+  EXPECT_EQ(served(sampler, 0), served(other, 0));
+  EXPECT_THROW(sampler.set_options({.drop_last = true, .pad = false}), UsageError);
+}
+
 TEST(DistributedSampler, refuses_impossible_options) {
   EXPECT_THROW(DistributedSampler(0, 1, 0), UsageError);
   EXPECT_THROW(DistributedSampler(4, 2, 2), UsageError);
