@@ -51,6 +51,23 @@ def test_PY05_sync_batch_norm(ranks, transport):
     on_ranks(trains, ranks)
 
 
+def test_PY05_a_batch_norm_with_several_names_is_converted_under_all():
+    def converts(rank):
+        net = torch.nn.Module()
+        net.first = torch.nn.BatchNorm1d(3, bias=False)
+        net.second = net.first
+        net.inside = torch.nn.Sequential(net.first, torch.nn.BatchNorm1d(3))
+        net.nothing = None
+        converted = shoal.nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        assert converted is net and isinstance(net.first, shoal.nn.SyncBatchNorm) and net.first.bias is None
+        assert net.second is net.first and net.inside[0] is net.first
+        assert isinstance(net.inside[1], shoal.nn.SyncBatchNorm) and net.inside[1] is not net.first
+        plain = shoal.nn.SyncBatchNorm(3, bias=False)
+        assert plain.bias is None and plain(torch.randn(4, 3)).shape == (4, 3)
+
+    on_ranks(converts)
+
+
 def test_PY05_sync_batch_norm_refuses():
     def refuses(rank):
         norm = shoal.nn.SyncBatchNorm(3)

@@ -27,8 +27,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         process_group: Any = None,
         device: Any = None,
         dtype: Any = None,
+        *,
+        bias: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, bias=bias)
         self._group = group_of(process_group)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -60,18 +62,29 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
         """The module with a SyncBatchNorm for every batch norm in it, with the same parameters and buffers, as
         torch.nn.SyncBatchNorm.convert_sync_batchnorm. Call it before wrapping. Not collective."""
-        group = group_of(process_group)
-        if isinstance(module, torch.nn.modules.batchnorm._LazyNormBase):
-            raise _C.UsageError("convert_sync_batchnorm: a lazy batch norm has no shape yet: run the module once before")
-        made = module
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
-            made = cls(
-                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, group
-            )
-            for table in (module._parameters, module._buffers):
-                for name, value in table.items():
-                    setattr(made, name, value)
-            made.train(module.training)
-        for name, child in module.named_children():
-            made.add_module(name, cls.convert_sync_batchnorm(child, group))
-        return made
+        return _converted(module, cls, group_of(process_group), {})
+
+
+def _converted(
+    module: torch.nn.Module,
+    kind: type[SyncBatchNorm],
+    group: Any,
+    known: dict[int, tuple[torch.nn.Module, torch.nn.Module]],
+) -> torch.nn.Module:
+    """known: modules by id, which may have several names, with what has become of them."""
+    if id(module) in known:
+        return known[id(module)][1]
+    if isinstance(module, torch.nn.modules.batchnorm._LazyNormBase):
+        raise _C.UsageError("convert_sync_batchnorm: a lazy batch norm has no shape yet: run the module once before")
+    made = module
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, kind):
+        made = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, group)
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                setattr(made, name, value)
+        made.train(module.training)
+    known[id(module)] = module, made
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            made.add_module(name, _converted(child, kind, group, known))
+    return made
