@@ -48,6 +48,9 @@ def test_PY05_hooks_that_differ_or_are_no_hooks_are_refused():
 
         with pytest.raises(shoal.UsageError, match="is a function: give a hook of shoal.hooks"):
             shoal.nn.DistributedDataParallel(models.make("gpt"), communication_hook=default_hooks.bf16_compress_hook)
+        for text in ("BF16", "topk:", "powersgd:a"):
+            with pytest.raises(shoal.UsageError, match=f"^communication_hook {text}: "):
+                shoal.nn.DistributedDataParallel(models.make("gpt"), communication_hook=text)
         with pytest.raises(shoal.UsageError, match="PowerSGDHook has no option matrix_rank; it has rank, start_iteration"):
             shoal.hooks.power_sgd_hook(matrix_rank=2)
 

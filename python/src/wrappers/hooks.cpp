@@ -1,5 +1,6 @@
 #include "shoal/hooks.h"
 
+#include "shoal/training.h"
 #include "training/hook_text.h"
 #include "wrappers/bind.h"
 
@@ -34,7 +35,13 @@ Hook carrier_of(const py::object& given) {
 
 Hook hook_of(const py::object& hook) {
   if (hook.is_none()) return nullptr;
-  if (py::isinstance<py::str>(hook)) return make_hook(hook.cast<std::string>());
+  if (py::isinstance<py::str>(hook)) {
+    try {
+      return make_hook(hook.cast<std::string>());
+    } catch (const StrategyOptionError& error) {  // has the option's name in the C++ program
+      throw UsageError("communication_hook" + error.fault());
+    }
+  }
   if (py::isinstance<CommunicationHook>(hook)) return hook.cast<Hook>();
   throw UsageError(fmt::format(
       "communication_hook is a {}: give a hook of shoal.hooks, such as shoal.hooks.bf16_compress_hook(), or its text: "
