@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -34,6 +35,11 @@ def mirror_of(module: torch.nn.Module) -> _C.Mirror:
             pass
     _mirrors[module] = _C.Mirror(module)
     return _mirrors[module]
+
+
+def parameters_where(module: torch.nn.Module, named: Callable[[str], bool]) -> set[int]:
+    """ids of the parameters of which some name is such; a tied one has several."""
+    return {id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False) if named(name)}
 
 
 def require_constant_in_forward(module: torch.nn.Module, wrapper: str) -> None:

@@ -18,8 +18,8 @@ class GradScaler(torch.amp.GradScaler):
     DistributedOptimizer has a scaler of its own: its option `scaler`, and scale_loss().
     """
 
-    def __init__(self, device: str = "cpu", **options: Any) -> None:
-        super().__init__(device, **options)
+    def __init__(self, device: str = "cpu", *values: Any, **options: Any) -> None:
+        super().__init__(device, *values, **options)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -63,7 +63,8 @@ def test_PY05_wrap_policies_select_the_same_units():
     def units(rank):
         import functools
 
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+        from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         policies = [
             models.Block,
@@ -71,12 +72,16 @@ def test_PY05_wrap_policies_select_the_same_units():
             ["blocks.0", "blocks.1"],
             lambda module: isinstance(module, models.Block),
             ModuleWrapPolicy({models.Block}),
+            CustomPolicy(lambda module: isinstance(module, models.Block)),
             functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={models.Block}),
         ]
         found = [shoal.nn.FullyShardedDataParallel(models.make("gpt"), auto_wrap_policy=one).units() for one in policies]
         assert all(one == found[0] for one in found) and len(found[0]) == 3
         by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=1000)
         assert len(shoal.nn.FullyShardedDataParallel(models.make("gpt"), auto_wrap_policy=by_size).units()) > 1
+        with pytest.raises(shoal.UsageError, match="CustomPolicy gives blocks.0 options of its own, sharding_strategy"):
+            own = CustomPolicy(lambda module: {"sharding_strategy": None} if isinstance(module, models.Block) else False)
+            shoal.nn.FullyShardedDataParallel(models.make("gpt"), auto_wrap_policy=own)
         with pytest.raises(shoal.UsageError, match="auto_wrap_policy 3: give a class of modules"):
             shoal.nn.FullyShardedDataParallel(models.make("gpt"), auto_wrap_policy=3)
 

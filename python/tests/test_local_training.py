@@ -156,6 +156,16 @@ def test_PY05_decentralized_training_learns_and_agrees():
     on_ranks(trains)
 
 
+def test_DEC01_the_norm_before_clipping_is_this_ranks():
+    def trains(rank):
+        net = torch.nn.Linear(2, 1)
+        model = shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, topology="ring", clip_grad=1.0, lr=0.1)
+        model(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
+        return model.last_norm()
+
+    assert on_ranks(trains) == [pytest.approx(3.0), pytest.approx(33**0.5)]
+
+
 def test_PY05_decentralized_rates_follow_schedules():
     def trains(rank):
         net = models.make("gpt")

@@ -42,6 +42,60 @@ def test_PY02_others_say_what_to_use():
             assert part in text
 
 
+def test_PY02_values_are_given_as_to_pytorch():
+    def clips(rank):
+        net = torch.nn.Linear(2, 1)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        model = shoal.nn.ShardedDataParallel(net, optimizer)
+        model(torch.tensor([[3.0, -4.0]])).sum().backward()
+        sharded = shoal.nn.FullyShardedDataParallel(torch.nn.Linear(2, 1))
+        sharded(torch.tensor([[3.0, -4.0]])).sum().backward()
+        assert shoal.amp.GradScaler("cpu", 2.0).get_scale() == 2.0
+        return optimizer.clip_grad_norm(1, "inf").item(), sharded.clip_grad_norm_(1, "inf").item()
+
+    assert on_ranks(clips) == [(4.0, 4.0)] * 2
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.head = (torch.nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x)))
+
+
+def test_PY02_a_tied_parameter_is_ignored_by_any_of_its_names():
+    def ddp(net, name):
+        model = shoal.nn.DistributedDataParallel(net, ignored=[name + ".weight"])
+        model.load_state_dict(model.state_dict())  # what is ignored may differ
+        return model, torch.optim.SGD(net.body.parameters(), lr=0.1)
+
+    def megatron(net, name):
+        return net, shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1, ignored=[name + ".weight"])
+
+    def fsdp(net, name, **ignored):
+        model = shoal.nn.FullyShardedDataParallel(net, **(ignored or {"ignored_parameters": [name + ".weight"]}))
+        return model, shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+
+    def trains(rank):
+        for wrap in (ddp, megatron, fsdp, lambda net, name: fsdp(net, name, ignored_modules=[name])):
+            for name in ("embed", "head"):
+                net = Tied()
+                with torch.no_grad():
+                    net.embed.weight.add_(rank)
+                before = net.embed.weight.detach().clone()
+                model, optimizer = wrap(net, name)
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                assert torch.equal(net.embed.weight, before), name
+                assert not torch.equal(net.body.weight, Tied().body.weight)
+
+    on_ranks(trains)
+
+
 def test_PY02_integer_parameters_may_come_first():
     def trains(rank):
         net = torch.nn.Module()

@@ -27,6 +27,8 @@ def unit_names(module: torch.nn.Module, policy: Policy) -> list[str] | None:
     classes = _classes_of(policy)
     if classes is not None:
         return [name for name, child in module.named_modules() if name and isinstance(child, classes)]
+    if type(policy).__name__ == "CustomPolicy":
+        return [name for name, child in module.named_modules() if name and _is_unit(policy, name, child)]
     if callable(policy):
         if "recurse" in inspect.signature(policy).parameters:
             names: list[str] = []
@@ -54,6 +56,16 @@ def _classes_of(policy: Policy) -> tuple[type, ...] | None:
     if isinstance(policy, (list, tuple, set, frozenset)) and policy and all(isinstance(one, type) for one in policy):
         return tuple(policy)
     return None
+
+
+def _is_unit(policy: Policy, name: str, module: torch.nn.Module) -> bool:
+    answer = policy._lambda_fn(module)
+    if isinstance(answer, dict) and answer:
+        raise UsageError(
+            f"auto_wrap_policy: the CustomPolicy gives {name} options of its own, {', '.join(answer)}; units have those of the "
+            "wrapper: return True"
+        )
+    return bool(answer)
 
 
 def _from_leaves_up(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of, require_constant_in_forward
+from .._mirror import mirror_of, parameters_where, require_constant_in_forward
 from ..distributed import group_of
 from ._torch_options import DDP, without_torch_options
 from ._wrapper import Wrapper
@@ -70,8 +70,8 @@ class DistributedDataParallel(Wrapper):
         require_constant_in_forward(module, "DistributedDataParallel")
         super().__init__(module, _C.DistributedDataParallelCore(mirror_of(module), group, options))
         self._group = group
-        ignored = set(options.get("ignored", ()))
-        self._watched = [one for one in module.named_parameters() if one[0] not in ignored]
+        ignored = parameters_where(module, set(options.get("ignored", ())).__contains__)
+        self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]
         self._seen = self._versions(), 0
         self._loaded = False
         self._equal = False  # shoal itself has written values since

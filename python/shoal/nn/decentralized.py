@@ -115,6 +115,10 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         mirror_of(self.module)  # forward may have replaced buffers
         super().global_avg()
 
+    def last_norm(self) -> float:
+        """Norm of this rank's gradients in the last step before clipping, with clip_grad."""
+        return self._core.last_norm()
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
         return self._core.scale_loss(loss)

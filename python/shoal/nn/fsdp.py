@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _C
 from .._loaded import load_in_full_precision
-from .._mirror import mirror_of, require_constant_in_forward
+from .._mirror import mirror_of, parameters_where, require_constant_in_forward
 from ..distributed import group_of
 from ._policy import Policy, unit_names
 from ._torch_options import FSDP, without_torch_options
@@ -54,11 +54,9 @@ class FullyShardedDataParallel(Wrapper):
         self._by_parameter = options.get("shard_by_parameter", False)
         ignored = set(options.get("ignored_parameters", ()))
         below = tuple(f"{name}." for name in options.get("ignored_modules", ()) if name)
-        self._ignored = [
-            parameter for name, parameter in module.named_parameters() if name in ignored or name.startswith(below or "\0")
-        ]
+        self._ignored = parameters_where(module, lambda name: name in ignored or name.startswith(below or "\0"))
         if self._param_dtype is not None:
-            converted = [one for one in module.parameters() if not any(one is other for other in self._ignored)]
+            converted = [one for one in module.parameters() if id(one) not in self._ignored]
             load_in_full_precision(module, converted, self)
         self.register_state_dict_post_hook(_whole_state)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -87,12 +85,13 @@ class FullyShardedDataParallel(Wrapper):
         return [
             parameter
             for parameter in self.module.parameters()
-            if parameter.requires_grad and not any(parameter is one for one in self._ignored)
+            if parameter.requires_grad and id(parameter) not in self._ignored
         ]
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the reduced gradients to a total norm over all shards; returns the norm before. Collective."""
-        return torch.tensor(self._core.clip_grad_norm_(max_norm, norm_type))
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+        """Clips the reduced gradients to a total norm over all shards; returns the norm before. norm_type: also "inf".
+        Collective."""
+        return torch.tensor(self._core.clip_grad_norm_(float(max_norm), float(norm_type)))
 
     @contextlib.contextmanager
     def defer_all_reduce(self, defer: bool = True) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._mirror import parameters_where
 from ._state import changed_options, number_kinds
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
@@ -73,8 +74,8 @@ def groups_of_module(
     """Param groups that the user has given, or one of all parameters that are trained and not ignored (names)."""
     if params is not None:
         return param_groups_of(params)
-    left_out = set(ignored)
-    return param_groups_of(p for name, p in module.named_parameters() if p.requires_grad and name not in left_out)
+    left_out = parameters_where(module, set(ignored).__contains__)
+    return param_groups_of(p for p in module.parameters() if p.requires_grad and id(p) not in left_out)
 
 
 def _probe(parameter: torch.Tensor) -> torch.nn.Parameter:
