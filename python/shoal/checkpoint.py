@@ -8,12 +8,15 @@ for step in range(first, last):
         shoal.checkpoint.save_async("runs/a", training, step=step, keep_last=3)
 training.wait()
 
-Schedules of Python are not part of it: save schedule.state_dict() as text in `position`. Errors are the library's:
-CheckpointError for files, on every rank.
+Schedules of Python are not part of it: save schedule.state_dict() as text in `position`, and make the schedule before
+loading: `initial_lr` of a param group, which a schedule made with last_epoch= asks for, is not part of it either. Neither is
+what modules give by get_extra_state(). Errors are the library's: CheckpointError for files, on every rank.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,7 @@ class TrainingState:
         self._core = _core_of(parts, process_group)
         modules = [part.module if isinstance(part, Wrapped) else part for part in parts if isinstance(part, torch.nn.Module)]
         self._mirrors = [mirror_of(module) for module in modules]
+        self._modules = [*modules, *(part._module for part in parts if isinstance(part, (DistributedOptimizer, LocalUpdates)))]
 
     def wait(self) -> None:
         """Waits for a background save and raises its error. Collective."""
@@ -136,38 +140,60 @@ def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
 def save(run: str | Path, training: TrainingState, **options: Any) -> None:
     """Saves to RUN/step-N. Options: step, position (text or bytes), keep_last, snapshot_mb. Collective."""
     training._before()
-    training._core.save(str(run), options)
+    training._core.save(_path(run), options)
 
 
 def save_async(run: str | Path, training: TrainingState, **options: Any) -> None:
-    """Saves in the background: returns when the values are copied. Options as for save(). Collective."""
+    """Saves in the background: returns when the values are copied. Options as for save(). Collective.
+
+    The next save or wait() raises the error of one that has failed. Call wait() before the program ends: without it, no more than
+    a warning tells of the last one."""
     training._before()
-    training._core.save_async(str(run), options)
+    training._core.save_async(_path(run), options)
 
 
 def load(path: str | Path, training: TrainingState, **options: Any) -> Loaded:
     """Loads a checkpoint, the latest of a run, a safetensors file, or a .pt file. Options: partial, model_only, rates,
     options, verify. Collective."""
     training._before_loading()
-    loaded = Loaded(**training._core.load(str(path), options))
+    loaded = training._core.load(_path(path), options)
     training._after()
-    return loaded
+    return _loaded(loaded, training._modules)
 
 
 def load_latest(run: str | Path, training: TrainingState, **options: Any) -> Loaded | None:
     """Loads the latest checkpoint of a run if it has one; None: it has none, and nothing has changed. Collective."""
     training._before_loading()
-    loaded = training._core.load_latest(str(run), options)
+    loaded = training._core.load_latest(_path(run), options)
     training._after()
-    return None if loaded is None else Loaded(**loaded)
+    return None if loaded is None else _loaded(loaded, training._modules)
 
 
 def save_module(file: str | Path, module: torch.nn.Module) -> None:
     """Saves a module's parameters and buffers to one .safetensors or .pt file. Not collective."""
-    _C.save_module(str(file), mirror_of(module))
+    _C.save_module(_path(file), mirror_of(module))
 
 
 def load_module(path: str | Path, module: torch.nn.Module, **options: Any) -> Loaded:
     """Loads parameters and buffers of any checkpoint into a module without a wrapper. Options: partial, prefix, verify.
     Not collective."""
-    return Loaded(**_C.load_module(str(path), mirror_of(module), options))
+    return _loaded(_C.load_module(_path(path), mirror_of(module), options), [module])
+
+
+def _path(path: str | Path) -> bytes:
+    encoded = os.fsencode(path)
+    if not encoded:
+        raise _C.UsageError("the path of the checkpoint is empty: give the folder of the run, or a file")
+    return encoded
+
+
+def _loaded(found: dict[str, Any], modules: Iterable[torch.nn.Module]) -> Loaded:
+    own = {
+        name or "the module"
+        for module in modules
+        for name, part in module.named_modules()
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+    for name in sorted(own):
+        found["differences"].append(f"{name} has a state of its own, by get_extra_state(), which checkpoints do not hold")
+    return Loaded(**{**found, "exact": found["exact"] and not own})

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -220,3 +221,52 @@ def test_PY07_a_sharded_optimizer_resumes_with_a_model_of_another_memory_format(
         assert step(model, optimizer) == pytest.approx(expected, abs=1e-5)
 
     on_ranks(resumes)
+
+
+def test_PY07_paths_steps_and_positions_of_any_kind(tmp_path):
+    def saves(rank):
+        net = torch.nn.Linear(2, 2)
+        training = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        run = os.fsencode(tmp_path) + b"/\xff"
+        shoal.checkpoint.save(os.fsdecode(run), training, step=numpy.int64(5))
+        loaded = shoal.checkpoint.load_latest(os.fsdecode(run), training)
+        assert loaded.step == 5 and os.fsencode(loaded.path).startswith(run)
+        dist.barrier()
+        for options, text in (
+            ({"step": 2**63}, "step is 9223372036854775808, a int; give a whole number from"),
+            ({"step": 1.5}, "step is 1.5, a float; give a whole number from"),
+            ({"position": "\ud800"}, "position has characters that UTF-8 cannot encode"),
+        ):
+            with pytest.raises(shoal.UsageError, match=text):
+                shoal.checkpoint.save(tmp_path / "run", training, **options)
+        with pytest.raises(shoal.UsageError, match="the path of the checkpoint is empty"):
+            shoal.checkpoint.save("", training)
+
+    on_ranks(saves)
+
+
+class Scaled(torch.nn.Linear):
+    scale = 1
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def test_PY07_a_state_of_a_modules_own_is_a_difference(tmp_path):
+    def loads(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), Scaled(2, 2))
+        text = "1 has a state of its own, by get_extra_state(), which checkpoints do not hold"
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1), shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1)]
+        for number, parts in enumerate(((net, optimizers[0]), (optimizers[1],))):
+            training = shoal.checkpoint.TrainingState(*parts)
+            shoal.checkpoint.save(tmp_path / f"{number}", training, step=1)
+            loaded = shoal.checkpoint.load_latest(tmp_path / f"{number}", training)
+            assert loaded.differences == [text] and not loaded.exact
+        file = tmp_path / f"{rank}.safetensors"
+        shoal.checkpoint.save_module(file, net)
+        assert shoal.checkpoint.load_module(file, net).differences == [text]
+
+    on_ranks(loads)

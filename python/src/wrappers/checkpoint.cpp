@@ -18,18 +18,25 @@ struct Training {
   TrainingState state;
 };
 
+std::string position_of(const py::object& position) {
+  if (py::isinstance<py::bytes>(position)) return position.cast<std::string>();
+  if (!py::isinstance<py::str>(position)) {
+    throw UsageError("save: position must be text or bytes, not " +
+                     py::type::of(position).attr("__name__").cast<std::string>());
+  }
+  const auto* text = PyUnicode_AsUTF8(position.ptr());
+  if (text != nullptr) return position.cast<std::string>();
+  PyErr_Clear();
+  throw UsageError("save: position has characters that UTF-8 cannot encode, such as half a surrogate pair; give bytes");
+}
+
 SaveOptions save_options(const py::dict& given) {
   SaveOptions options;
   Keywords(given, "save")
       .read("step", options.step)
       .with("position",
             [&](const py::object& position) {
-              if (position.is_none()) return;
-              if (!py::isinstance<py::str>(position) && !py::isinstance<py::bytes>(position)) {
-                throw UsageError("save: position must be text or bytes, not " +
-                                 py::type::of(position).attr("__name__").cast<std::string>());
-              }
-              options.position = position.cast<std::string>();
+              if (!position.is_none()) options.position = position_of(position);
             })
       .read("keep_last", options.keep_last)
       .read("snapshot_mb", options.snapshot_mb)
@@ -61,7 +68,7 @@ LoadModuleOptions load_module_options(const py::dict& given) {
 
 py::dict to_dict(const Loaded& loaded) {
   py::dict dict;
-  dict["path"] = loaded.path.string();
+  dict["path"] = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(loaded.path.c_str()));
   dict["step"] = loaded.step;
   dict["strategy"] = loaded.strategy;
   dict["ranks"] = loaded.ranks;

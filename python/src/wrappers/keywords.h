@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 #include <torch/csrc/Dtype.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -65,8 +66,16 @@ class Keywords {
   }
   template <std::integral T>
   static bool convert(const py::object& object, T& value) {
-    if (PyBool_Check(object.ptr()) || !PyLong_Check(object.ptr())) return false;
-    value = object.cast<T>();
+    if (PyBool_Check(object.ptr()) || PyIndex_Check(object.ptr()) == 0) return false;
+    try {
+      auto* number = PyNumber_Index(object.ptr());
+      if (number == nullptr) throw py::error_already_set();
+      value = py::reinterpret_steal<py::object>(number).cast<T>();
+    } catch (const py::error_already_set&) {  // such as a tensor of a fraction
+      return false;
+    } catch (const py::cast_error&) {  // out of range
+      return false;
+    }
     return true;
   }
   static bool convert(const py::object& object, std::vector<std::string>& value) {
@@ -98,7 +107,10 @@ class Keywords {
     if constexpr (std::is_same_v<T, bool>) return "give True or False";
     if constexpr (std::is_same_v<T, at::ScalarType>) return "give a torch.dtype";
     if constexpr (std::is_same_v<T, std::vector<std::string>>) return "give a list of names";
-    if constexpr (std::is_integral_v<T>) return "give a whole number";
+    if constexpr (std::is_integral_v<T>) {
+      using Limits = std::numeric_limits<T>;
+      return fmt::format("give a whole number from {} to {}", Limits::min(), Limits::max());
+    }
     if constexpr (std::is_floating_point_v<T>) return "give a number";
     if constexpr (requires { typename T::value_type; } && !std::is_same_v<T, std::vector<std::string>>) {
       return wanted<typename T::value_type>() + " or None";
