@@ -67,11 +67,6 @@ void InputFile::expect(int64_t size, int64_t offset) const {
   posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(size), POSIX_FADV_WILLNEED);
 }
 
-int64_t stored_bytes(const std::filesystem::path& path) {
-  struct stat about {};
-  return stat(path.c_str(), &about) == 0 && S_ISREG(about.st_mode) ? stored_of(about) : 0;
-}
-
 std::string read_text(const std::filesystem::path& path, int64_t limit, Refuse refuse) {
   const InputFile file(path, refuse);
   if (file.size() > limit) {

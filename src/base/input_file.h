@@ -41,9 +41,6 @@ class InputFile {
   int64_t stored_ = 0;
 };
 
-// InputFile::stored() without opening the file; 0 if there is no regular file.
-int64_t stored_bytes(const std::filesystem::path& path);
-
 // Reads a small text file; refuses one that is larger than `limit` or has holes.
 std::string read_text(const std::filesystem::path& path, int64_t limit, Refuse refuse);
 

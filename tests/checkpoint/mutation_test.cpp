@@ -266,7 +266,7 @@ TEST(Mutations, BEY05_every_damaged_file_is_refused_or_read_as_it_was) {
     SCOPED_TRACE(fmt::format("mutation {} of {}", i, target.file.string()));
     write_file(target.file, mutation.bytes);
     std::optional<std::string> seen;
-    const auto limit = 11 * bytes_below(target.open) + (64LL << 20);  // see json_limit()
+    const auto limit = 11 * bytes_below(target.open) + (64LL << 20);  // see index_limit()
     const auto memory = memory_of([&] { ASSERT_NO_THROW(seen = contents(target.open)); });
     ASSERT_LT(memory, limit);
     most = std::max(most, memory);

@@ -139,8 +139,9 @@ def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dim
     parameter = torch.nn.Parameter(torch.ones(tuple(range(2, 2 + dimensions))))
     parameter.grad = torch.ones_like(parameter)
     try:
-        optimizer = make([{**group, "params": [parameter]}])
-        optimizer.step()
+        with torch.random.fork_rng(devices=[]):  # a class may draw random numbers, which are the program's
+            optimizer = make([{**group, "params": [parameter]}])
+            optimizer.step()
     except Exception:  # of a class of the user's own
         return None
     entries = {key: value for key, value in optimizer.state[parameter].items() if value is not None}

@@ -59,8 +59,8 @@ CheckpointIndex index_of_sharded(const std::filesystem::path& folder) {
   const auto path = folder / sharded_name;
   const auto subject = path.string();
   const auto text = read_text(path, max_safetensors_header, refuse_as<CheckpointError>);
-  const auto json =
-      parse_strict(text, {.bytes = json_limit(static_cast<int64_t>(text.size()))}, subject, refuse_as<CheckpointError>);
+  const auto json = parse_strict(text, {.bytes = index_limit(static_cast<int64_t>(text.size()))}, subject,
+                                 refuse_as<CheckpointError>);
   // Other entries are allowed, because they occur in practice.
   const JsonFields fields(json, subject, refuse_as<CheckpointError>);
   const JsonFields files(fields.object("weight_map"), subject + ": weight_map", refuse_as<CheckpointError>);

@@ -14,10 +14,11 @@ namespace shoal {
 
 constexpr size_t most_dimensions = 64;  // libtorch's limit, and short enough for an error message
 constexpr int64_t max_safetensors_header = 100'000'000;
-// Memory that a text of JSON may take. Of an index of many small tensors, it is nine times the text.
-constexpr int64_t json_limit(int64_t text_bytes) {
-  constexpr int64_t least = int64_t{60} << 20;
-  return least + 10 * text_bytes;
+// Memory that a file's JSON may take beyond the bytes that the file has on disk; see InputFile::stored().
+constexpr int64_t json_allowance = int64_t{60} << 20;
+// Memory that an index may take. Of many small tensors, it is nine times the text.
+constexpr int64_t index_limit(int64_t text_bytes) {
+  return json_allowance + 10 * text_bytes;
 }
 constexpr const char* safetensors_metadata = "__metadata__";
 

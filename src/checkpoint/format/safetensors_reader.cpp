@@ -46,7 +46,9 @@ SafetensorsHeader read_header(const InputFile& file) {
   const auto length = parse_safetensors_length(length_bytes, file.size(), subject);
   std::string text(static_cast<size_t>(length), '\0');
   file.read(text.data(), length, begin);
-  return parse_safetensors_header(text, file.size(), json_limit(length), subject);
+  // The text itself is in memory, too.
+  const auto limit = std::max<int64_t>(0, file.stored() - length) + json_allowance;
+  return parse_safetensors_header(text, file.size(), limit, subject);
 }
 
 }  // namespace

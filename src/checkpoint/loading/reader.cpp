@@ -24,7 +24,7 @@ CheckpointIndex read_index(const fs::path& folder) {
   constexpr int64_t longest = 1LL << 30;
   const auto path = folder / index_name;
   const auto text = read_text(path, longest, refuse_as<CheckpointError>);
-  auto index = parse_index(text, json_limit(static_cast<int64_t>(text.size())), path.string());
+  auto index = parse_index(text, index_limit(static_cast<int64_t>(text.size())), path.string());
   for (const auto& [name, size] : index.files) {
     std::error_code error;
     const auto found = fs::file_size(folder / name, error);
