@@ -26,7 +26,7 @@ import torch
 from . import _C
 from ._mirror import Wrapped, mirror_of
 from .distributed import group_of
-from .nn.ddp import DistributedDataParallel, note_equal_values
+from .nn.ddp import DistributedDataParallel, compare_in_forward
 from .nn.decentralized import DecentralizedDataParallel
 from .nn.fsdp import FullyShardedDataParallel
 from .optim import DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, OSS, ShardedOptimizer, ShardGossipOptimizer
@@ -88,11 +88,11 @@ class TrainingState:
         if self._optimizer is not None:
             self._optimizer._push()
 
-    def _before_loading(self) -> None:
-        self._before()
+    def _after_loading(self) -> None:
+        self._after()
         for part in self._parts:
             if isinstance(part, DistributedDataParallel):
-                note_equal_values(part.parameters())
+                compare_in_forward(part.parameters())
 
     def _after(self) -> None:
         for part in self._parts:
@@ -155,17 +155,17 @@ def save_async(run: str | Path, training: TrainingState, **options: Any) -> None
 def load(path: str | Path, training: TrainingState, **options: Any) -> Loaded:
     """Loads a checkpoint, the latest of a run, a safetensors file, or a .pt file. Options: partial, model_only, rates,
     options, verify. Collective."""
-    training._before_loading()
+    training._before()
     loaded = training._core.load(_path(path), options)
-    training._after()
+    training._after_loading()
     return _loaded(loaded, training._modules)
 
 
 def load_latest(run: str | Path, training: TrainingState, **options: Any) -> Loaded | None:
     """Loads the latest checkpoint of a run if it has one; None: it has none, and nothing has changed. Collective."""
-    training._before_loading()
+    training._before()
     loaded = training._core.load_latest(_path(run), options)
-    training._after()
+    training._after_loading()
     return None if loaded is None else _loaded(loaded, training._modules)
 
 

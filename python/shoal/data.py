@@ -49,6 +49,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             len(dataset), _count("num_replicas", num_replicas), _count("rank", rank), options
         )
         self.dataset: Any = dataset
+        self._seed = _index("seed", seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Another order of the samples. Call it before each epoch."""
@@ -68,11 +69,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     @property
     def seed(self) -> int:  # type: ignore[override]
-        return self._core.options()["seed"]
+        return self._seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
         self._set(seed=_seed(seed))
+        self._seed = _index("seed", seed)
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]

@@ -429,3 +429,31 @@ def test_PY07_a_background_save_that_failed_is_told_at_the_end(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert "background save has failed, and nobody called wait()" in ended.stderr
+
+
+def test_PY07_values_that_differ_after_a_load_are_named(tmp_path):
+    def run(rank):
+        net = torch.nn.Linear(2, 1)
+        model = shoal.nn.DistributedDataParallel(net)
+        state = shoal.checkpoint.TrainingState(model, shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1))
+        shoal.checkpoint.save(tmp_path / "run", state)
+        shoal.checkpoint.load(tmp_path / "run", state)
+        model(torch.ones(1, 2)).sum().backward()
+        shoal.checkpoint.load(tmp_path / "run", state)
+        with torch.no_grad():
+            net.weight.add_(rank)
+        with pytest.raises(shoal.DisagreeError, match="weight"):
+            model(torch.ones(1, 2))
+
+    on_ranks(run)
+
+
+def test_PY07_a_position_that_is_too_long_on_one_rank_is_told_to_all(tmp_path):
+    def run(rank):
+        net = torch.nn.Linear(2, 1)
+        model = shoal.nn.DistributedDataParallel(net)
+        state = shoal.checkpoint.TrainingState(model, torch.optim.SGD(net.parameters(), lr=0.1))
+        with pytest.raises(shoal.UsageError, match="position has 3000000 bytes, 2097152 at most"):
+            shoal.checkpoint.save(tmp_path / "run", state, position="x" * (3_000_000 if rank == 1 else 1))
+
+    on_ranks(run)

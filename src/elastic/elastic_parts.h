@@ -64,7 +64,8 @@ class ElasticParts {
   // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
   virtual bool prepare_commit();
   void commit(bool map);
-  // Whether the optimizer has refused its step before it changed anything, as it does on all ranks alike.
+  // Whether the optimizer has refused its step before it changed anything. A program that does the same on all ranks has that
+  // on all.
   bool update_was_refused() const;
   // A sharded optimizer of which other hosts hold the same shares: see ShardedOptimizerBase.
   bool has_replicas() const;

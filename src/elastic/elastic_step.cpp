@@ -250,7 +250,12 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     skip_step();
     throw;
   }
-  finish(update);
+  try {
+    finish(update);
+  } catch (...) {
+    if (!failed) skip_step();  // the update was refused
+    throw;
+  }
   step_seconds =
       std::max(step_seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   return true;

@@ -1,10 +1,14 @@
 #include "elastic/step_copies.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <mutex>
+
+#include "shoal/error.h"
 
 namespace shoal {
 
@@ -44,15 +48,18 @@ std::vector<at::Tensor> StepCopies::present_buffers() const {
 
 void StepCopies::set_buffers(const std::vector<at::Tensor>& values) const {
   const torch::NoGradGuard no_grad;
-  const auto buffers = module_.buffers();
+  const auto buffers = module_.named_buffers();
   for (size_t i = 0; i < std::min(values.size(), buffers.size()); ++i) {
-    at::Tensor buffer = buffers[i];
-    const bool fits = buffer.sizes() == values[i].sizes() && buffer.scalar_type() == values[i].scalar_type();
-    if (fits) {
-      buffer.copy_(values[i]);
-    } else {
-      buffer.set_data(values[i].clone());  // it has grown in the step
+    at::Tensor buffer = buffers[i].value();
+    if (buffer.sizes() != values[i].sizes() || buffer.scalar_type() != values[i].scalar_type()) {
+      throw UsageError(
+          fmt::format("Elastic: buffer {} was [{}] of {} when the step began and is [{}] of {} now, so it cannot be "
+                      "set back: keep its "
+                      "shape and dtype, or do not register it as a buffer",
+                      buffers[i].key(), fmt::join(values[i].sizes(), ", "), c10::toString(values[i].scalar_type()),
+                      fmt::join(buffer.sizes(), ", "), c10::toString(buffer.scalar_type())));
     }
+    buffer.copy_(values[i]);
   }
 }
 

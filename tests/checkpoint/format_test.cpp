@@ -184,6 +184,24 @@ std::string changed_index(const std::function<void(nlohmann::json&)>& change) {
   return text + fmt::format(",\"crc32\":\"{:08x}\"}}\n", crc32(text.data(), text.size()));
 }
 
+// Of ParameterLists and many small layers; it takes nine times its text.
+TEST(Index, BEY05_an_index_of_many_tensors_is_read) {
+  CheckpointIndex index{
+      .library = "1", .step = 1, .strategy = "ddp", .world_size = 1, .files = {{"model.safetensors", 1 << 20}}};
+  for (int number = 0; number < 60000; ++number) {
+    const auto name = fmt::format("layers.{}.weight", number);
+    index.tensors[name] = {.name = name,
+                           .part = "model",
+                           .dtype = at::kFloat,
+                           .shape = {2},
+                           .slices = {{.file = "model.safetensors", .range = {0, 2}, .checksums = {1}}}};
+  }
+  index.rank_states.push_back(nlohmann::json::object());
+  const auto text = index_text(index);
+  EXPECT_EQ(parse_index(text, index_limit(static_cast<int64_t>(text.size())), "index").tensors.size(), 60000U);
+  EXPECT_THROW(parse_index(text, json_allowance, "index"), CheckpointError);
+}
+
 TEST(Index, BEY05_what_is_not_the_format_is_refused) {
   using Json = nlohmann::json;
   const auto parse = [](const std::string& text) {

@@ -238,20 +238,6 @@ TEST(Saver, BEY05_slices_that_do_not_fit_are_named_on_all_ranks) {
   EXPECT_TRUE(fs::exists(folder / "run/step-1"));
 }
 
-// Their index is larger than they are.
-TEST(Saver, BEY05_many_small_tensors_are_read_back) {
-  const SharedFolder folder;
-  std::vector<test::Whole> wholes;
-  constexpr int count = 70000;
-  for (int number = 0; number < count; ++number) {
-    wholes.push_back({fmt::format("layers.{}.weight", number), at::full({1}, number)});
-  }
-  CheckpointSaver(group(), folder / "run").save(contents_of(1, test::whole_slices(wholes)));
-  const CheckpointReader reader(folder / "run");
-  EXPECT_EQ(reader.index().tensors.size(), count);
-  EXPECT_EQ(reader.read("layers.69999.weight").item<int>(), 69999);
-}
-
 TEST(Saver, BEY05_a_damaged_file_is_named_on_all_ranks_when_it_is_read) {
   const SharedFolder folder;
   const auto wholes = test::random_wholes(1);

@@ -34,13 +34,22 @@ class _NoteLoad:
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
+def _wrappers_of(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    wanted = {id(parameter) for parameter in parameters}
+    return [model for model in _wrappers if any(id(parameter) in wanted for _, parameter in model._watched)]
+
+
 def note_equal_values(parameters: Iterable[torch.Tensor]) -> None:
-    """Tells wrappers that these parameters get equal values on all ranks. Only the ranks that own a parameter count it as
-    written, and a comparison needs all ranks."""
-    written = {id(parameter) for parameter in parameters}
-    for model in _wrappers:
-        if any(id(parameter) in written for _, parameter in model._watched):
-            model._equal = True
+    """Tells wrappers that these parameters get equal values on all ranks in a step. Only the ranks that own a parameter
+    count it as written, and a comparison needs all ranks."""
+    for model in _wrappers_of(parameters):
+        model._equal = True
+
+
+def compare_in_forward(parameters: Iterable[torch.Tensor]) -> None:
+    """The next forward compares these parameters on all ranks, whether this one counts them as written or not."""
+    for model in _wrappers_of(parameters):
+        model._loaded = True
 
 
 class DistributedDataParallel(Wrapper):
@@ -74,7 +83,7 @@ class DistributedDataParallel(Wrapper):
         self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]
         self._seen = self._versions(), 0
         self._loaded = False
-        self._equal = False  # shoal itself has written values since
+        self._equal = False  # an optimizer of shoal has written values since
         _wrappers.add(self)
         for inside in module.modules():
             inside.register_load_state_dict_post_hook(_NoteLoad(self))

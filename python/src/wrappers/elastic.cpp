@@ -222,7 +222,10 @@ class ElasticTrainer {
   }
   // What Python has changed.
   void read() const {
-    module_->refresh();
+    try {
+      module_->refresh();
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the next forward refuses it
+    }
     if (whole_) whole_->read();
     if (local_ != nullptr) local_->optimizer->read();
   }

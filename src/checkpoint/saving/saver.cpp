@@ -63,10 +63,12 @@ CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
 
 CheckpointSaver::~CheckpointSaver() {
   if (!state_) return;
-  try {
-    wait();
-  } catch (const std::exception& error) {  // nobody can catch it any more
-    TORCH_WARN("a checkpoint's background save has failed, and nobody called wait(): ", error.what());
+  for (auto* future : {&state_->removal, &state_->background}) {
+    try {
+      if (future->valid()) future->get();
+    } catch (const std::exception& error) {  // nobody can catch it any more
+      TORCH_WARN("a checkpoint's background save has failed, and nobody called wait(): ", error.what());
+    }
   }
 }
 

@@ -59,10 +59,18 @@ Json to_json(const CheckpointReader& reader) {
           {"state", {{"global", index.global_state}, {"ranks", index.rank_states}}}};
 }
 
-// Nothing may be written into the checkpoint that is read.
+// Nothing may be written into a checkpoint, or over the name of the latest one.
 void require_outputs(const CheckpointOptions& options, const CheckpointReader& reader) {
-  require_not_read("OUTPUT", options.output, {reader.path()});
-  require_not_read("--json", options.json, {reader.path()});
+  namespace fs = std::filesystem;
+  std::vector<fs::path> read{reader.path(), fs::path(options.path) / "latest"};
+  for (const auto* output : {&options.output, &options.json}) {
+    const auto folder = fs::path(*output).parent_path();
+    std::error_code error;
+    if (!output->empty() && *output != "-" && fs::exists(folder / "index.json", error)) read.push_back(folder);
+  }
+  require_not_read("OUTPUT", options.output, read);
+  require_not_read("--json", options.json, read);
+  require_two_files("OUTPUT", options.output, "--json", options.json);
   require_writable_file("--json", options.json);
 }
 

@@ -5,6 +5,7 @@
 #include "cli/commands.h"
 #include "cli/telemetry/trace_merge.h"
 #include "cli/train/report.h"
+#include "cli/writable.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -29,6 +30,7 @@ void add_trace_command(CLI::App& app, Action& chosen) {
     if (options->target == "-" && options->json == "-") {
       throw UsageError("-o - and --json -: give one of them a file");
     }
+    require_two_files("-o", options->target, "--json", options->json);
     chosen = [options] {
       const auto merged = merge_traces(options->places, options->target);
       if (!options->json.empty()) {

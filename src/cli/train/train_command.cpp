@@ -213,9 +213,7 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
   require_writable_folder("--save", options.save);
   require_writable_file("--json", options.json);
   require_writable_file("--metrics", options.metrics);
-  if (!options.metrics.empty() && options.metrics == options.json) {
-    throw UsageError("--metrics and --json: one file cannot be both, give two");
-  }
+  require_two_files("--metrics", options.metrics, "--json", options.json);
 }
 
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {

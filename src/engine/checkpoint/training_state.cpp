@@ -16,9 +16,9 @@ namespace names = checkpoint_names;
 
 namespace {
 
-// Carried state from an entry of the state, and from tensors whose names begin with `prefix`.
 constexpr size_t most_of_position = size_t{2} << 20;  // in the index, where bytes that are no UTF-8 take twice as much
 
+// Carried state from an entry of the state, and from tensors whose names begin with `prefix`.
 // part: of the tensors, as a model may have the same names.
 Carried carried(const SliceReader& reader, const nlohmann::json& state, const std::string& prefix, const char* part) {
   Carried all;
@@ -90,13 +90,15 @@ void SaveOptions::validate() const {
 }
 
 void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options) {
-  options.validate();
+  // A position is that of a rank.
+  on_all_ranks(training.state().source->group(), "checkpoint", [&] { options.validate(); });
   auto& saver = training.state().saver_for(run, options);
   saver.save(training.state().contents(options));
 }
 
 void save_async(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options) {
-  options.validate();
+  // A position is that of a rank.
+  on_all_ranks(training.state().source->group(), "checkpoint", [&] { options.validate(); });
   auto& saver = training.state().saver_for(run, options);
   saver.save_async(training.state().contents(options));
 }

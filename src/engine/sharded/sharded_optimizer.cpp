@@ -131,11 +131,12 @@ void ShardedOptimizerBase::agree_on_changes() {
   state.agreement.met = state.agreement.met || loaded || !changed.empty();
 }
 
-// Runs the local optimizer's step. If it throws, this rank hands out nothing, and the others must not wait for that.
+// Runs the local optimizer's step. If it throws, this rank hands out nothing, and the others must not wait for that. Errors of
+// shoal are refusals that change nothing, as they come on all ranks.
 void ShardedOptimizerBase::State::step_local() {
   try {
     local->step();
-  } catch (const CommError&) {
+  } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
     const std::string text = error.what();

@@ -121,7 +121,8 @@ std::string shape_fault(const std::string& name, const at::Tensor& tensor, const
 at::ScalarType dtype_of_copy(const std::string& name, const at::Tensor& tensor, const StatePiece& piece,
                              StateDtypes dtypes) {
   const bool follows_updated = dtypes == StateDtypes::of_parameters && name != main_param &&
-                               tensor.is_floating_point() && piece.updated.defined();
+                               tensor.is_floating_point() && piece.updated.defined() &&
+                               piece.updated.is_floating_point();
   return follows_updated ? piece.updated.scalar_type() : tensor.scalar_type();
 }
 

@@ -270,7 +270,7 @@ void State::load_pending() {
     for (const auto& member : bucket.members()) {
       if (const auto found = whole.find(member.name); found != whole.end()) part.insert(*found);
     }
-    load_optimizer_state(*bucket.optimizer, *module, part);
+    load_optimizer_state(*bucket.optimizer, *module, part, pending_dtypes);
   }
 }
 

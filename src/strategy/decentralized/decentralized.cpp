@@ -214,6 +214,7 @@ OptimizerState DecentralizedDataParallelCore::state_dict() const {
 
 void DecentralizedDataParallelCore::load_state_dict(const OptimizerState& state) {
   state_->pending = state;
+  state_->pending_dtypes = StateDtypes::of_parameters;
   if (!state_->buckets.empty()) state_->load_pending();
 }
 

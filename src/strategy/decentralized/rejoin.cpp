@@ -103,6 +103,7 @@ void State::join_again() {
   pair.broadcast(accepted, 1, joining).wait();
   auto received = tensors_of(*this);
   pending = room_for(text.at("state"), received);
+  pending_dtypes = StateDtypes::kept;
   broadcast_coalesced(pair, received, 0, joining);
 
   const auto standing = parse_standing(*this, text.at("standing"));

@@ -83,6 +83,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   std::optional<GradScaler> scaler;
   std::optional<CommonScale> scale;       // computes the state of `scaler`
   std::optional<OptimizerState> pending;  // loaded before the optimizers exist
+  StateDtypes pending_dtypes = StateDtypes::of_parameters;
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;             // by gradient
   std::vector<std::vector<size_t>> members;  // by bucket: indices of its gradients
