@@ -141,8 +141,8 @@ struct Loaded {
 // Loads a checkpoint of any strategy and number of ranks. `path`: the folder of a run (its latest checkpoint), a
 // checkpoint, a safetensors file, a Hugging Face folder, or a .pt file of Python's torch.save. Of a .pt file only tensors
 // are read: those of a state_dict under their names, those of dictionaries and lists in it as "model.fc.weight"; no code
-// runs. Each rank reads what it owns. Floating-point values are
-// converted to the dtype of their destination. Param groups get the options that their parameters had, even if the
+// runs. Each rank reads what it owns. A tied tensor may have several names there if the values are equal. Floating-point values
+// are converted to the dtype of their destination. Param groups get the options that their parameters had, even if the
 // groups were different; exceptions, and options that LoadOptions exclude, are listed in `differences` (with a warning,
 // unless they were excluded). The state of random number generators, and buffers that differ between ranks, are
 // restored if the number of ranks is the same; otherwise buffers are rank 0's, and the generators are unchanged.

@@ -13,10 +13,14 @@
 #include <iterator>
 #include <map>
 
+#include "checkpoint/format/safetensors.h"
+#include "checkpoint/loading/export.h"
 #include "checkpoint/loading/reader.h"
+#include "checkpoint/loading/reshard.h"
 #include "shoal/checkpoint.h"
 #include "shoal/error.h"
 #include "tests/support/processes.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::test::pt_file_test {
@@ -105,6 +109,39 @@ assert state["tied"].data_ptr() == state["low"].data_ptr()
   EXPECT_TRUE(other->scalar.equal(net->scalar));
   EXPECT_THROW(save_module(folder.file("net.bin"), net), UsageError);
   EXPECT_THROW(save_module("/dev/null/net.pt", net), CheckpointError);
+}
+
+TEST(PtFile, tied_weights_are_loaded_from_all_forms_that_keep_them_twice) {
+  const TempFolder folder;
+  const Net net;
+  save_module(folder.file("net.pt"), *net);
+  const CheckpointReader reader(folder.file("net.pt"));
+  export_pt(reader, folder.file("again.pt"));
+  export_file(reader, folder.file("net.safetensors"));
+  reshard(reader, folder.path() / "run", 2);
+  for (const auto* name : {"again.pt", "net.safetensors", "run"}) {
+    Net other;
+    {
+      const torch::NoGradGuard no_grad;
+      other->half.zero_();
+    }
+    EXPECT_TRUE(load_module(folder.file(name), other).differences.empty()) << name;
+    EXPECT_TRUE(other->half.equal(net->half)) << name;
+  }
+  python(R"(
+state = torch.load(path)
+assert state["tied"].data_ptr() == state["low"].data_ptr()
+)",
+         folder.file("again.pt"));
+
+  NamedTensors untied;
+  for (const auto& [name, about] : reader.index().tensors) {
+    untied.emplace_back(name, name == "tied" ? reader.read(name) + 1 : reader.read(name));
+  }
+  save_safetensors(folder.file("untied.safetensors"), untied, {});
+  Net other;
+  EXPECT_THAT(test::refusal([&] { load_module(folder.file("untied.safetensors"), other); }),
+              HasSubstr("extra: tied (not equal to low, with which it is one tensor here)"));
 }
 
 TEST(PtFile, state_dicts_of_python_are_loaded) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -27,6 +28,11 @@ std::vector<const StoredTensor*> tensors_of(const CheckpointReader& reader, cons
   }
   if (list.empty()) throw UsageError(fmt::format("{} has no tensors of part {}", reader.path().string(), part));
   return list;
+}
+
+// Whether two tensors with the same bytes are equal.
+bool same_view(const StoredTensor& a, const StoredTensor& b) {
+  return a.dtype == b.dtype && a.shape == b.shape && a.order == b.order;
 }
 
 void write(const CheckpointReader& reader, const std::filesystem::path& path,
@@ -55,7 +61,14 @@ void export_file(const CheckpointReader& reader, const std::filesystem::path& pa
 
 void export_pt(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part) {
   NamedTensors tensors;
-  for (const auto* tensor : tensors_of(reader, part)) tensors.emplace_back(tensor->name, reader.read(tensor->name));
+  std::map<std::string, at::Tensor> read;
+  for (const auto* tensor : tensors_of(reader, part)) {
+    const auto first = read.find(tensor->same_as);
+    const bool tied = first != read.end() && same_view(*tensor, reader.tensor(tensor->same_as));
+    const auto values = tied ? first->second : reader.read(tensor->name);
+    read.emplace(tensor->name, values);
+    tensors.emplace_back(tensor->name, values);
+  }
   save_pt(path, tensors);
 }
 

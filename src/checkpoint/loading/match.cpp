@@ -4,9 +4,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <set>
 
+#include "checkpoint/saving/pieces.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -19,6 +21,21 @@ void add(std::string& text, const char* what, const std::vector<std::string>& na
                                        names.begin() + static_cast<int64_t>(std::min(names.size(), most)));
   text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", what, fmt::join(shown, ", "));
   if (names.size() > most) text += fmt::format(" and {} more", names.size() - most);
+}
+
+// Whether one tensor was written under both names.
+bool equal(const SliceReader& reader, const StoredTensor& a, const StoredTensor& b) {
+  if (a.dtype != b.dtype || a.dtype == at::ScalarType::Undefined || a.shape != b.shape) return false;
+  const auto most = piece_bytes / static_cast<int64_t>(c10::elementSize(a.dtype));
+  for (int64_t begin = 0; begin < a.numel(); begin += most) {
+    const auto range = Range{begin, begin + most}.intersect({0, a.numel()});
+    const auto of_a = at::empty({range.size()}, a.dtype);
+    const auto of_b = at::empty_like(of_a);
+    reader.read(a.name, range, of_a);
+    reader.read(b.name, range, of_b);
+    if (std::memcmp(of_a.const_data_ptr(), of_b.const_data_ptr(), of_a.nbytes()) != 0) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -41,7 +58,9 @@ Match match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, 
     return tensor.same_as.empty() ? tensor.name : tensor.same_as;
   };
   std::set<std::string> wanted_tensors;
+  std::map<std::string, std::string> wanted_by_alias;
   for (const auto& tensor : wanted) {
+    for (const auto& alias : tensor.aliases) wanted_by_alias[alias] = tensor.name;
     if (const auto found = stored.find(tensor.name); found != stored.end())
       wanted_tensors.insert(first_name(found->second));
   }
@@ -51,7 +70,11 @@ Match match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, 
     const auto found = left.find(name);
     if (found == left.end()) {
       if (wanted_tensors.contains(first_name(tensor))) continue;
-      result.extra.push_back(name);
+      const auto alias = wanted_by_alias.find(name);
+      const bool tied = alias != wanted_by_alias.end() && reader.has(alias->second, part);
+      if (tied && equal(reader, tensor, stored.at(alias->second))) continue;
+      result.extra.push_back(
+          tied ? fmt::format("{} (not equal to {}, with which it is one tensor here)", name, alias->second) : name);
       continue;
     }
     const auto dtype = found->second->dtype.value_or(tensor.dtype);

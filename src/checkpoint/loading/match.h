@@ -15,6 +15,7 @@ struct WantedTensor {
   std::string name;
   std::vector<int64_t> shape;
   std::optional<at::ScalarType> dtype{};  // that its values can be converted to, floating-point ones from each other
+  std::vector<std::string> aliases{};     // its further names here (tied weights)
 };
 
 // Lists are in alphabetical order.
@@ -29,7 +30,8 @@ struct Match {
   std::string describe() const;
 };
 
-// Compares the tensors of one part of the checkpoint whose names begin with `prefix` with those that are wanted.
+// Compares the tensors of one part of the checkpoint whose names begin with `prefix` with those that are wanted. An alias
+// of a wanted tensor is not extra where its values equal those of the wanted one, which takes a read of both.
 Match match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part = "model",
             const std::string& prefix = "");
 

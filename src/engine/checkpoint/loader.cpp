@@ -163,6 +163,10 @@ void TrainingLoader::check() const {
   for (const auto& name : view_.transient) {
     if (reader_.index().tensors.contains(name)) wanted.push_back({name, reader_.tensor(name).shape});
   }
+  for (auto& tensor : wanted) {
+    const auto aliases = view_.aliases.find(tensor.name);
+    if (aliases != view_.aliases.end()) tensor.aliases = aliases->second;
+  }
   require_match(reader_, wanted, options_.partial);
   if (!model_only()) check_trained();
 }

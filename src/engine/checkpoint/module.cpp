@@ -40,8 +40,10 @@ Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module,
     const auto found = reader.index().tensors.find(options.prefix + name);
     if (found != reader.index().tensors.end()) wanted.push_back({found->first, found->second.shape});
   }
-  for (const auto& entry : list)
+  for (const auto& entry : list) {
     wanted.push_back({options.prefix + entry.name, entry.tensor.sizes().vec(), entry.tensor.scalar_type()});
+    for (const auto& alias : entry.aliases) wanted.back().aliases.push_back(options.prefix + alias);
+  }
   const auto match = require_match(reader, wanted, options.partial, "model", options.prefix);
   for (const auto& entry : list) {
     const auto name = options.prefix + entry.name;

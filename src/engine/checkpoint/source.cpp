@@ -37,6 +37,11 @@ void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::
     for (const auto& piece : share.pieces) known.insert(piece.parameter.unsafeGetTensorImpl());
   }
   const auto tensors = walk(module, {});
+  for (const auto* list : {&tensors.parameters, &tensors.buffers}) {
+    for (const auto& entry : *list) {
+      for (const auto& alias : entry.aliases) view.aliases[prefix + entry.name].push_back(prefix + alias);
+    }
+  }
   for (const auto& entry : tensors.parameters) {
     if (known.contains(entry.tensor.unsafeGetTensorImpl())) continue;
     // Frozen parameters are equal on all ranks; those that something else trains may differ.

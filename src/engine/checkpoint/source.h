@@ -26,6 +26,7 @@ struct CheckpointView {
   std::vector<Share> shares;
   std::vector<NamedSlice> rest;          // of frozen parameters
   std::vector<std::string> transient{};  // buffers that are no part of the state; a checkpoint may have them
+  std::map<std::string, std::vector<std::string>> aliases{};  // further names of tied tensors, by the first one
   std::vector<NamedSlice> buffers;  // and buffer-like tensors, one set per rank; other numbers of ranks load rank 0's
   std::vector<torch::optim::Optimizer*> optimizers;  // optimizers whose param groups' options are saved
   std::vector<LambdaLR*> schedules;                  // the strategy's own
@@ -64,7 +65,7 @@ class CheckpointSource {
 // UsageError for an optimizer of which some parameters are none of the module's, by whose names they are saved.
 void require_parameters_of(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer);
 
-// Adds a module's buffers, and the parameters that are in no share; `prefix` begins their names.
+// Adds a module's buffers, the parameters that are in no share, and aliases; `prefix` begins their names.
 void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix = "");
 
 }  // namespace shoal

@@ -4,6 +4,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
+#include "checkpoint/format/safetensors.h"
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"
 #include "shoal/fsdp.h"
@@ -153,6 +154,39 @@ TEST(PartialLoad, BEY05_fine_tuning_takes_the_body_keeps_the_new_head_and_says_w
   EXPECT_THAT(loaded.differences, Contains(HasSubstr("head.weight")));
   EXPECT_THAT(loaded.differences, Contains(HasSubstr("third.weight")));
   EXPECT_FALSE(loaded.exact);
+}
+
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() : weight(register_parameter("weight", at::ones({3, 3}))) { register_parameter("tied", weight); }
+  at::Tensor forward(const at::Tensor& x) { return x.mm(weight).mm(weight); }
+  at::Tensor weight;
+};
+
+TEST(TiedWeights, BEY05_are_loaded_from_files_that_have_them_under_both_names) {
+  const SharedFolder folder;
+  const auto twos = at::full({3, 3}, 2.0F);
+  if (group().rank() == 0) {
+    save_safetensors(folder / "both.safetensors", {{"weight", twos}, {"tied", twos}}, {});
+    save_safetensors(folder / "untied.safetensors", {{"weight", twos}, {"tied", at::zeros({3, 3})}}, {});
+  }
+  group().barrier().wait();
+  {
+    const auto model = std::make_shared<TiedImpl>();
+    DistributedDataParallel parallel(model, group());
+    torch::optim::AdamW optimizer(std::vector<at::Tensor>{model->weight}, torch::optim::AdamWOptions(1e-2));
+    TrainingState training(parallel, optimizer);
+    load(folder / "both.safetensors", training, {.model_only = true});
+    EXPECT_TRUE(at::equal(model->weight, twos));
+    EXPECT_THAT(refusal([&] { load(folder / "untied.safetensors", training, {.model_only = true}); }),
+                HasSubstr("extra: tied (not equal to weight"));
+  }
+  const auto model = std::make_shared<TiedImpl>();
+  FullyShardedDataParallel parallel(model, group());
+  FullyShardedOptimizer<FusedAdamW> optimizer(parallel, torch::optim::AdamWOptions(1e-2));
+  TrainingState training(parallel, optimizer);
+  load(folder / "both.safetensors", training, {.model_only = true});
+  const auto whole = parallel.summon_full_params();
+  EXPECT_TRUE(at::equal(model->weight, twos));
 }
 
 }  // namespace
