@@ -181,11 +181,11 @@ Loaded load_module(const std::filesystem::path& path, const torch::nn::ModuleHol
 //   .safetensors  for transformers and others that read this format; a tied tensor is saved once, under its first name
 //   .pt           a state_dict: model.load_state_dict(torch.load("model.pt")) in Python; a tied tensor under all names
 //
-// Values keep their dtypes; tensors are row-major. The file appears under its name when it is complete. Makes the
-// folder. load() and load_module() read it, under any strategy. Parameters must be whole on this rank: where ranks hold
-// shards, use TrainingCore::save_module() or a summon_full_params() scope, or call unwrap() before. Throws UsageError
-// for another extension and for a dtype that the format does not have, CheckpointError for file errors. Not collective:
-// one rank calls it.
+// Values keep their dtypes; tensors are row-major. The file appears under its name when it is complete; a symbolic
+// link stays, and its target is written. Makes the folder. load() and load_module() read it, under any strategy.
+// Parameters must be whole on this rank: where ranks hold shards, use TrainingCore::save_module() or a
+// summon_full_params() scope, or call unwrap() before. Throws UsageError for another extension and for a dtype that the
+// format does not have, CheckpointError for file errors. Not collective: one rank calls it.
 void save_module(const std::filesystem::path& file, const torch::nn::Module& module);
 template <class Module>
 void save_module(const std::filesystem::path& file, const torch::nn::ModuleHolder<Module>& module) {

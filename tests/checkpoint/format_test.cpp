@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <torch/types.h>
 #include <zlib.h>
 
+#include <climits>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -15,7 +17,9 @@
 #include "checkpoint/format/index.h"
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/format/safetensors_reader.h"
+#include "checkpoint/loading/export.h"
 #include "checkpoint/loading/reader.h"
+#include "checkpoint/pt/pt_file.h"
 #include "checkpoint/saving/pieces.h"
 #include "shoal/error.h"
 #include "tests/checkpoint/tensors.h"
@@ -200,6 +204,43 @@ TEST(Index, BEY05_an_index_of_many_tensors_is_read) {
   const auto text = index_text(index);
   EXPECT_EQ(parse_index(text, index_limit(static_cast<int64_t>(text.size())), "index").tensors.size(), 60000U);
   EXPECT_THROW(parse_index(text, json_allowance, "index"), CheckpointError);
+}
+
+TEST(SavedFile, a_link_stays_and_its_target_is_written) {
+  namespace fs = std::filesystem;
+  const test::TempFolder folder;
+  const auto ones = at::ones({3});
+  fs::create_directory(folder.path() / "far");
+  for (const std::string name : {"x.safetensors", "x.pt"}) {
+    const auto link = folder.path() / name;
+    fs::create_symlink("far/" + name, link);
+    for (const auto& values : {ones, 2 * ones}) {  // of a target that does not exist yet, and of one that does
+      name == "x.pt" ? save_pt(link, {{"a", values}}) : save_safetensors(link, {{"a", values}}, {});
+      EXPECT_TRUE(fs::is_symlink(link)) << name;
+      EXPECT_TRUE(test::same_bytes(CheckpointReader(folder.path() / "far" / name).read("a"), values)) << name;
+    }
+  }
+  export_file(CheckpointReader(folder.path() / "x.pt"), folder.path() / "x.safetensors");
+  EXPECT_TRUE(fs::is_symlink(folder.path() / "x.safetensors"));
+  ASSERT_EQ(mkfifo(folder.file("pipe").c_str(), 0600), 0);
+  fs::create_symlink("pipe", folder.path() / "to_pipe.pt");
+  fs::create_symlink("round.pt", folder.path() / "round.pt");
+  EXPECT_THAT(refusal<CheckpointError>([&] {
+                save_pt(folder.path() / "to_pipe.pt", {{"a", ones}});
+              }),
+              HasSubstr("to_pipe.pt: it is no regular file"));
+  EXPECT_THAT(refusal<CheckpointError>([&] {
+                save_pt(folder.path() / "round.pt", {{"a", ones}});
+              }),
+              HasSubstr("Too many levels of symbolic links"));
+}
+
+TEST(SavedFile, a_name_is_as_long_as_the_system_allows) {
+  const test::TempFolder folder;
+  const std::string extension = ".safetensors";
+  const auto path = folder.file(std::string(NAME_MAX - extension.size(), 'n') + extension);
+  save_safetensors(path, {{"a", at::ones({3})}}, {});
+  EXPECT_TRUE(test::same_bytes(CheckpointReader(path).read("a"), at::ones({3})));
 }
 
 TEST(Index, BEY05_what_is_not_the_format_is_refused) {

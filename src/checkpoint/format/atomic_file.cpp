@@ -7,10 +7,13 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <climits>
 #include <csignal>
 #include <cstring>
+#include <limits>
 #include <system_error>
 
+#include "checkpoint/format/crc32.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -21,11 +24,17 @@ void throw_system_error(const char* action, const std::filesystem::path& path) {
 
 namespace {
 
-// Suffix of unfinished files of this host's processes.
-std::string mark_of_host() {
+// Names of unfinished copies of the file by this host's processes begin so; the number of the process follows. A file name
+// has at most NAME_MAX bytes.
+std::string beginning_of(const std::filesystem::path& path) {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
-  return fmt::format(".tmp-{}-", host.data());
+  const auto mark = fmt::format(".tmp-{}-", host.data());
+  const auto name = path.filename().string();
+  const auto room = NAME_MAX - mark.size() - std::numeric_limits<pid_t>::digits10 - 1;
+  if (name.size() <= room) return name + mark;
+  const auto checksum = fmt::format("-{:08x}", crc32(name.data(), name.size()));
+  return name.substr(0, room - checksum.size()) + checksum + mark;
 }
 
 bool is_gone(std::string_view process) {
@@ -36,7 +45,7 @@ bool is_gone(std::string_view process) {
 
 // Removes unfinished copies of the file by processes of this host that have died.
 void remove_leftovers_of(const std::filesystem::path& path) {
-  const auto beginning = path.filename().string() + mark_of_host();
+  const auto beginning = beginning_of(path);
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
@@ -49,7 +58,7 @@ void remove_leftovers_of(const std::filesystem::path& path) {
 }  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path)
-    : path_(std::move(path)), temporary_(fmt::format("{}{}{}", path_.string(), mark_of_host(), getpid())) {
+    : path_(std::move(path)), temporary_(path_.parent_path() / fmt::format("{}{}", beginning_of(path_), getpid())) {
   remove_leftovers_of(path_);
   fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, 0644);
   if (fd_ < 0) fail("create");
@@ -92,6 +101,21 @@ void write_atomically(const std::filesystem::path& path, std::string_view text) 
   file.write(text.data(), text.size(), 0);
   file.complete();
   sync_folder(path.parent_path());
+}
+
+std::filesystem::path target_of(const std::filesystem::path& path) {
+  constexpr int most_links = 40;  // as the system follows
+  auto target = path;
+  std::error_code error;
+  for (int links = 0; std::filesystem::is_symlink(target, error); ++links) {
+    errno = ELOOP;
+    if (links == most_links) throw_system_error("write", path);
+    target = target.parent_path() / std::filesystem::read_symlink(target, error);
+  }
+  if (std::filesystem::exists(target, error) && !std::filesystem::is_regular_file(target, error)) {
+    throw CheckpointError(fmt::format("cannot write {}: it is no regular file", path.string()));
+  }
+  return target;
 }
 
 void sync_folder(const std::filesystem::path& folder) {

@@ -121,10 +121,11 @@ void save_safetensors(const std::string& path, const NamedTensors& tensors,
                       const std::map<std::string, std::string>& metadata) {
   std::vector<SafetensorsFile::Entry> entries;
   for (const auto& [name, tensor] : tensors) entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
-  SafetensorsFile file(path, entries, metadata);
+  const auto target = target_of(path);
+  SafetensorsFile file(target, entries, metadata);
   for (const auto& [name, tensor] : tensors) file.write(name, tensor);
   file.complete();
-  sync_folder(std::filesystem::path(path).parent_path());
+  sync_folder(target.parent_path());
 }
 
 }  // namespace shoal

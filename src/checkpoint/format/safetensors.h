@@ -44,7 +44,7 @@ class SafetensorsFile {
   std::unique_ptr<State> state_;
 };
 
-// Writes all tensors.
+// Writes all tensors, of a symbolic link to its target.
 void save_safetensors(const std::string& path, const NamedTensors& tensors,
                       const std::map<std::string, std::string>& metadata);
 

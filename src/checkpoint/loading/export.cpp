@@ -50,13 +50,13 @@ void write(const CheckpointReader& reader, const std::filesystem::path& path,
     }
   }
   file.complete();
-  sync_folder(std::filesystem::path(path).parent_path());
+  sync_folder(path.parent_path());
 }
 
 }  // namespace
 
 void export_file(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part) {
-  write(reader, path, tensors_of(reader, part));
+  write(reader, target_of(path), tensors_of(reader, part));
 }
 
 void export_pt(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part) {

@@ -155,7 +155,7 @@ void save_pt(const std::filesystem::path& path, const std::vector<std::pair<std:
                        .strides = row_major_strides(tensor.sizes())});
   }
   const auto pickle = pickle_tensors(pickled);
-  PtSink sink(path);
+  PtSink sink(target_of(path));
   {
     caffe2::serialize::PyTorchStreamWriter writer(
         [&](const void* data, size_t size) { return sink.write(data, size); });

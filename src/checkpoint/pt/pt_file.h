@@ -28,8 +28,8 @@ struct PtTensor {
 std::map<std::string, PtTensor> read_pt(const InputFile& file);
 
 // Writes a state_dict that torch.load opens. Row-major tensors; those that are one tensor share their storage there.
-// Memory: one tensor, where it is not row-major on the CPU. The file appears complete or not at all. UsageError for a
-// dtype that the format does not have, CheckpointError for file errors.
+// Memory: one tensor, where it is not row-major on the CPU. The file appears complete or not at all; of a symbolic
+// link, its target. UsageError for a dtype that the format does not have, CheckpointError for file errors.
 void save_pt(const std::filesystem::path& path, const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
 }  // namespace shoal
