@@ -57,6 +57,14 @@ TEST(Json, of_checkpoints_traces_and_flights) {
   EXPECT_EQ(flight["ranks"][1]["state"], "left in order");
   EXPECT_FALSE(flight["verdict"].empty());
   EXPECT_EQ(shoal({"trace", "merge", file("traces"), "-o", "-", "--json", "-"}).code, 2);
+  EXPECT_THAT(shoal({"trace", "merge", file("traces"), "-o", file("one"), "--json", file("one")}).output,
+              testing::HasSubstr("give two files"));
+  EXPECT_THAT(
+      shoal({"trace", "merge", file("traces"), "-o", file("one"), "--json", file("traces") + "/rank-0.json"}).output,
+      testing::HasSubstr("the command reads"));
+  EXPECT_THAT(shoal({"flight", file("flights"), "--json", file("flights") + "/rank-0.flight"}).output,
+              testing::HasSubstr("the command reads"));
+  EXPECT_EQ(json_of({"flight", file("flights")})["ranks"].size(), 2U);
 }
 
 TEST(Json, of_launch_and_topologies) {

@@ -7,7 +7,9 @@
 #include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/telemetry/lateness.h"
+#include "cli/telemetry/run_files.h"
 #include "cli/train/report.h"
+#include "cli/writable.h"
 #include "comm/telemetry/verdict.h"
 
 namespace shoal::cli {
@@ -71,6 +73,11 @@ void add_flight_command(CLI::App& app, Action& chosen) {
   command->callback([options, &chosen] {
     chosen = [options] {
       const auto flights = read_flights(options->places);
+      for (const auto& place : options->places) {
+        auto read = find_run(place).flights;
+        if (std::filesystem::is_regular_file(place)) read.push_back(place);
+        require_not_read("--json", options->json, read);
+      }
       const auto sentences = verdict(flights);
       if (!options->json.empty()) write_json(options->json, to_json(flights, sentences, options->last));
       if (options->json == "-") return 0;

@@ -30,8 +30,9 @@ void add_trace_command(CLI::App& app, Action& chosen) {
     if (options->target == "-" && options->json == "-") {
       throw UsageError("-o - and --json -: give one of them a file");
     }
-    require_two_files("-o", options->target, "--json", options->json);
+    require_two_files("--output", options->target, "--json", options->json);
     chosen = [options] {
+      require_not_read("--json", options->json, trace_files(options->places));
       const auto merged = merge_traces(options->places, options->target);
       if (!options->json.empty()) {
         write_json(options->json, {{"output", options->target}, {"ranks", merged.ranks}, {"events", merged.events}});

@@ -57,6 +57,8 @@ int read_trace(const fs::path& file, const EachEvent& each) {
   return rank.get<int>();
 }
 
+}  // namespace
+
 std::vector<fs::path> trace_files(const std::vector<fs::path>& places) {
   std::vector<fs::path> files;
   for (const auto& place : places) {
@@ -74,6 +76,8 @@ std::vector<fs::path> trace_files(const std::vector<fs::path>& places) {
   if (files.empty()) throw UsageError("trace merge: no rank-N.json there");
   return files;
 }
+
+namespace {
 
 int64_t write_merged(const std::map<int, fs::path>& by_rank, double first, std::ostream& out) {
   const char* between = "";
