@@ -79,6 +79,12 @@ std::string self() {
   return fmt::format("process {} on {}", getpid(), host.data());
 }
 
+// Only for the message of those who do not get the lock.
+void write_holder(int lock, const std::string& text) {
+  if (ftruncate(lock, 0) == 0) [[maybe_unused]]
+    const auto written = pwrite(lock, text.data(), text.size(), 0);
+}
+
 }  // namespace
 
 std::string step_name(int64_t step) {
@@ -118,17 +124,22 @@ FolderLock::FolderLock(const fs::path& root) {
     errno = reason;
     if (reason != EWOULDBLOCK) throw_system_error("lock", path);
     constexpr int64_t longest = 500;
-    throw CheckpointError(fmt::format("another job is saving to {}: {}; give each job its own folder", root.string(),
-                                      read_text(path, longest, refuse_as<CheckpointError>)));
+    const auto holder = read_text(path, longest, refuse_as<CheckpointError>);
+    if (holder == self()) {
+      throw CheckpointError(
+          fmt::format("another training of this process is saving to {}: give each its own folder, or "
+                      "wait() for the other one's save",
+                      root.string()));
+    }
+    throw CheckpointError(fmt::format("another job is saving to {}{}; give each job its own folder", root.string(),
+                                      holder.empty() ? "" : ": " + holder));
   }
-  // Only for that message.
-  const auto text = self();
-  if (ftruncate(fd_, 0) == 0) [[maybe_unused]]
-    const auto written = pwrite(fd_, text.data(), text.size(), 0);
+  write_holder(fd_, self());
 }
 
 // A process that was forked meanwhile has the open file, too.
 FolderLock::~FolderLock() {
+  write_holder(fd_, "");
   flock(fd_, LOCK_UN);
   close(fd_);
 }

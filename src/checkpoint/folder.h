@@ -24,7 +24,8 @@ std::filesystem::path find_checkpoint(const std::filesystem::path& path);
 bool has_checkpoint(const std::filesystem::path& run);
 
 // Lock on saving below a folder, held until destruction; the system releases it if the process dies. Creates the folder
-// if necessary. CheckpointError names the holder if another job has the lock.
+// if necessary. CheckpointError names the holder if another job, or another training of this
+// process, has the lock.
 class FolderLock {
  public:
   explicit FolderLock(const std::filesystem::path& root);

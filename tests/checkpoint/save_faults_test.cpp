@@ -17,6 +17,7 @@
 #include "checkpoint/saving/saver.h"
 #include "shoal/error.h"
 #include "tests/support/forked_ranks.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::save_faults_test {
@@ -218,9 +219,21 @@ TEST(SaveFaults, BEY06_two_jobs_in_one_place) {
       [&] {
         other = open((root / ".lock").c_str(), O_RDWR | O_CLOEXEC);
         ASSERT_EQ(flock(other, LOCK_EX | LOCK_NB), 0);
+        const std::string_view holder = "process 7 on another host";
+        ASSERT_EQ(write(other, holder.data(), holder.size()), static_cast<ssize_t>(holder.size()));
       },
       [&] { close(other); });
-  EXPECT_THAT(text, AllOf(HasSubstr("another job is saving to " + root.string()), HasSubstr("process ")));
+  EXPECT_THAT(text, AllOf(HasSubstr("another job is saving to " + root.string()), HasSubstr("process 7 on another")));
+}
+
+TEST(SaveFaults, BEY06_two_trainings_of_one_process_in_one_place) {
+  const test::TempFolder folder;
+  {
+    const FolderLock lock(folder.path());
+    EXPECT_THAT(test::refusal<CheckpointError>([&] { FolderLock{folder.path()}; }),
+                HasSubstr("another training of this process is saving to " + folder.path().string()));
+  }
+  const FolderLock again(folder.path());
 }
 
 TEST(SaveFaults, BEY06_two_real_jobs_take_turns_or_are_told_so) {
