@@ -161,6 +161,8 @@ def main():
     parser.add_argument("--shard-gb", type=float, default=5, help="largest file, in units of 10^9 bytes (%(default)s)")
     parser.add_argument("--trust", action="store_true", help="also read objects that are more than tensors and plain values")
     options = parser.parse_args()
+    if not options.shard_gb > 0:
+        sys.exit(f"--shard-gb {options.shard_gb}: give more than 0")
     if os.path.exists(options.output):
         sys.exit(f"{options.output} exists; give a new folder")
     if os.path.isfile(os.path.join(options.source, ".metadata")):

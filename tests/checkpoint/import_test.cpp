@@ -77,6 +77,9 @@ TEST(Import, BEY05_checkpoints_of_python_libraries_keep_names_and_values) {
   }
   EXPECT_THAT(convert("args.pt", "trusted", {"--trust"}).output, HasSubstr("left out: args (Namespace)"));
   expect_tensors(folder.path() / "trusted", expected.at("args.pt"));
+  for (const std::string size : {"0", "-1", "nan"}) {
+    EXPECT_THAT(convert("dcp", "x", {"--shard-gb=" + size}).output, HasSubstr("give more than 0"));
+  }
   EXPECT_THAT(convert("dcp", "model").output, HasSubstr("exists; give a new folder"));
   EXPECT_THAT(convert("nowhere", "x").output, HasSubstr("neither a file nor a folder"));
   EXPECT_THAT(convert("dcp", "x", {"--prefix", "y"}).output, HasSubstr("no tensor's name begins with y"));

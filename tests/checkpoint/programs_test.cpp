@@ -141,6 +141,8 @@ TEST(Programs, BEY05_inspect_verify_export) {
     EXPECT_TRUE(test::same_bytes(sharded.read(whole.name), whole.tensor)) << whole.name;
   }
   EXPECT_THAT(shoal({"export", path, folder.file("hf")}).output, HasSubstr("export to a new folder"));
+  EXPECT_THAT(shoal({"export", path, folder.file("nan"), "--shard-gb", "nan"}).output,
+              HasSubstr("--shard-gb nan: give"));
   EXPECT_THAT(shoal({"verify", folder.file("hf")}).output, HasSubstr("without checksums"));
 
   const auto optimizer = shoal({"export", path, folder.file("o.safetensors"), "--part", "optimizer"});

@@ -124,6 +124,9 @@ int verify(const CheckpointOptions& options) {
 }
 
 int export_model(const CheckpointOptions& options) {
+  if (!(options.shard_gb >= 1e-9 && options.shard_gb <= 1e9)) {  // nor what is no number
+    throw UsageError(fmt::format("--shard-gb {}: give 1e-9 to 1e9", options.shard_gb));
+  }
   const CheckpointReader reader(options.path);
   require_outputs(options, reader);
   const std::filesystem::path output = options.output;
@@ -182,7 +185,6 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
   exports
       ->add_option("--shard-gb", options->shard_gb,
                    "maximum size of a file in an output folder, in units of 10^9 bytes")
-      ->check(CLI::Range(1e-9, 1e9))
       ->capture_default_str();
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
