@@ -5,8 +5,7 @@
 namespace shoal {
 namespace {
 
-// Length in bytes of the character at `begin`; 0: not printable. Ignores overlong forms and surrogates, which terminals
-// show as unknown characters.
+// Length in bytes of the character at `begin`; 0: not printable.
 size_t length_of_character(const std::string& text, size_t begin) {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
   const auto first = byte(begin);
@@ -19,8 +18,12 @@ size_t length_of_character(const std::string& text, size_t begin) {
   for (size_t i = 1; i < length; ++i) {
     if ((byte(begin + i) & 0xc0) != 0x80) return 0;
   }
+  // Overlong forms, surrogates, and what lies beyond the last character.
+  const auto second = length > 1 ? byte(begin + 1) : 0;
+  const bool invalid = (first == 0xe0 && second < 0xa0) || (first == 0xed && second >= 0xa0) ||
+                       (first == 0xf0 && second < 0x90) || (first == 0xf4 && second >= 0x90);
   const bool control = first == 0xc2 && byte(begin + 1) < 0xa0;  // the second set, which has its own escape character
-  return control ? 0 : length;
+  return control || invalid ? 0 : length;
 }
 
 }  // namespace

@@ -110,6 +110,7 @@ TEST(Safetensors, BEY05_what_is_not_the_format_is_refused) {
   EXPECT_EQ(open(good, "12345678"), "nothing was refused");
   EXPECT_EQ(open(good + "   ", "12345678"), "nothing was refused");
   EXPECT_EQ(open(R"({"__metadata__":{"a":"b"}})", ""), "nothing was refused");
+  EXPECT_EQ(open(R"({"__metadata__":null})", ""), "nothing was refused");
   const std::vector<std::tuple<std::string, std::string, std::string>> cases{
       {good, "1234567", "goes beyond the end"},
       {good, "123456789", "1 bytes behind the last tensor"},
@@ -233,6 +234,14 @@ TEST(SavedFile, a_link_stays_and_its_target_is_written) {
                 save_pt(folder.path() / "round.pt", {{"a", ones}});
               }),
               HasSubstr("Too many levels of symbolic links"));
+}
+
+TEST(SavedFile, the_formats_own_name_is_refused) {
+  const test::TempFolder folder;
+  EXPECT_THAT(refusal([&] {
+                save_safetensors(folder.file("x.safetensors"), {{"__metadata__", at::ones({1})}}, {});
+              }),
+              HasSubstr("a tensor cannot be named __metadata__"));
 }
 
 TEST(SavedFile, a_name_is_as_long_as_the_system_allows) {

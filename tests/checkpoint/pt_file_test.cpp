@@ -218,6 +218,7 @@ z = torch.randn(2, dtype=torch.complex64).conj()
 torch.save({"weight": z}, path + ".conj.pt")
 torch.save({"weight": z.imag}, path + ".neg.pt")
 torch.save({"w": torch.arange(6.).view(2, 3).t(), "w[0:6]": torch.ones(6)}, path + ".slice.pt")
+torch.save({"w\udcff": torch.ones(2)}, path + ".bytes.pt")
 )",
          folder.file("args.pt"));
   EXPECT_THAT(refusal(folder.file("args.pt")), HasSubstr("args.pt: holds a Python object (argparse Namespace)"));
@@ -230,6 +231,7 @@ torch.save({"w": torch.arange(6.).view(2, 3).t(), "w[0:6]": torch.ones(6)}, path
   EXPECT_THAT(refusal(folder.file("args.pt.conj.pt")), HasSubstr("resolve_conj()"));
   EXPECT_THAT(refusal(folder.file("args.pt.neg.pt")), HasSubstr("resolve_neg()"));
   EXPECT_THAT(refusal(folder.file("args.pt.slice.pt")), HasSubstr("two tensors are called"));
+  EXPECT_THAT(refusal(folder.file("args.pt.bytes.pt")), HasSubstr("has a name that is no UTF-8"));
 }
 
 // A zip file with one record, as torch.save would make it of this pickle.

@@ -128,6 +128,7 @@ TEST(JobIdentity, parts_cannot_be_moved_into_each_other) {
 TEST(Printable, control_characters_are_shown_as_numbers) {
   EXPECT_EQ(printable("rank 1: \x1b[2J\r\n\tgone\x7f"), "rank 1: \\x1b[2J\\x0d\\x0a\\x09gone\\x7f");
   EXPECT_EQ(printable("gr\xc3\xbc\xc3\x9f \xe2\x82\xac"), "gr\xc3\xbc\xc3\x9f \xe2\x82\xac");
+  EXPECT_EQ(printable("\xed\xb3\xbf\xe0\x80\x80"), "\\xed\\xb3\\xbf\\xe0\\x80\\x80") << "a surrogate, an overlong form";
   EXPECT_EQ(printable("\xc2\x9b"
                       "2J \xff \xe2\x82"),
             "\\xc2\\x9b2J \\xff \\xe2\\x82")

@@ -39,8 +39,12 @@ struct SafetensorsFile::State {
 SafetensorsFile::SafetensorsFile(const std::string& path, const std::vector<Entry>& entries,
                                  const std::map<std::string, std::string>& metadata) {
   std::vector<State::Place> places;
-  std::set<std::string> names = {safetensors_metadata};
+  std::set<std::string> names;
   for (const auto& entry : entries) {
+    if (entry.name == safetensors_metadata) {
+      throw UsageError(fmt::format(
+          "safetensors: a tensor cannot be named {}, which the format uses itself; give it another name", entry.name));
+    }
     if (!names.insert(entry.name).second) {
       throw UsageError(fmt::format("safetensors: two tensors named {}", entry.name));
     }

@@ -146,6 +146,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_s
       header.tensors.emplace(name, parse_entry(value, about));
       continue;
     }
+    if (value.is_null()) continue;  // the reference library reads it
     const JsonFields fields(value, about, refuse_as<CheckpointError>);
     for (const auto& [key, entry] : value.items()) header.metadata[key] = fields.text(key.c_str());
   }

@@ -7,6 +7,7 @@
 #include <deque>
 #include <iterator>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <unordered_map>
 
@@ -16,6 +17,16 @@
 
 namespace shoal {
 namespace {
+
+// As JSON, which has the names in all other files, asks for.
+bool is_utf8(const std::string& text) {
+  try {
+    static_cast<void>(nlohmann::json(text).dump());
+  } catch (const nlohmann::json::type_error&) {
+    return false;
+  }
+  return true;
+}
 
 // What is recalled from the memo costs two bytes of the file each time, but is copied whole.
 constexpr size_t longest_word = 256;
@@ -341,6 +352,10 @@ class Flattening {
     }
     if (value.kind == Kind::tensor) {
       if (!names_.insert(name).second) unpickler_.refuse(fmt::format("tensor {:.200} occurs twice", printable(name)));
+      if (!is_utf8(name)) {
+        unpickler_.refuse(
+            fmt::format("tensor {:.200} has a name that is no UTF-8: rename it in Python", printable(name)));
+      }
       unpickler_.spend(*value.tensor);
       tensors_.push_back(*value.tensor);
       tensors_.back().name = name;
