@@ -30,6 +30,7 @@ from .nn.ddp import DistributedDataParallel, compare_in_forward
 from .nn.decentralized import DecentralizedDataParallel
 from .nn.fsdp import FullyShardedDataParallel
 from .optim import DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, OSS, ShardedOptimizer, ShardGossipOptimizer
+from .optim._state import check_shapes
 
 __all__ = ["Loaded", "TrainingState", "load", "load_latest", "load_module", "save", "save_async", "save_module"]
 
@@ -104,6 +105,10 @@ class TrainingState:
             self._optimizer._core.write_local()
             self._optimizer._pull()
             self._optimizer._check_local_state()
+        for part in self._parts:
+            optimizer = part._inner if isinstance(part, LocalUpdates) else part
+            if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, ShardedOptimizer):
+                check_shapes(optimizer)
 
 
 def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:

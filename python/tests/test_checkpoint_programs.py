@@ -215,6 +215,32 @@ def test_PY07_the_state_of_another_optimizer_is_refused(before, after, tmp_path)
     on_ranks(trains)
 
 
+# The fused ones of torch.optim would write past its end.
+@pytest.mark.parametrize("wrap", ["model", "local_updates"])
+def test_PY07_a_state_of_another_shape_is_refused(wrap, tmp_path):
+    def trains(rank):
+        def make():
+            net = torch.nn.Linear(16, 16)
+            optimizer = torch.optim.Adam(net.parameters(), fused=True)
+            if wrap == "local_updates":
+                return net, optimizer, shoal.checkpoint.TrainingState(shoal.optim.LocalUpdates(net, optimizer))
+            model = shoal.nn.DistributedDataParallel(net)
+            return net, optimizer, shoal.checkpoint.TrainingState(model, optimizer)
+
+        net, optimizer, state = make()
+        net(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        shoal.checkpoint.save(tmp_path / "good", state)
+        optimizer.state[net.weight]["exp_avg"] = torch.zeros(2)
+        shoal.checkpoint.save(tmp_path / "bad", state)
+        net, optimizer, state = make()
+        shoal.checkpoint.load(tmp_path / "good", state)
+        with pytest.raises(shoal.UsageError, match=r"exp_avg of shape \[2\] for a parameter of shape \[16, 16\]"):
+            shoal.checkpoint.load(tmp_path / "bad", state)
+
+    on_ranks(trains)
+
+
 def test_PY07_a_parameter_that_is_not_the_modules_is_named():
     def trains(rank):
         net = torch.nn.Linear(2, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,29 @@ def check_state(
     """UsageError if a parameter's state has other entries than such an optimizer keeps, or entries of another shape:
     torch.optim would take it, and begin anew without a word, or write past its end. `make`: makes the optimizer of param
     groups; state: of a parameter, if it has one."""
+    for entry, parameter, kept in _loaded_entries(make, groups, state):
+        # Entries that a class adds in later steps are not among those of its first.
+        if kept.entries.keys() - entry.keys() or not kept.entries:
+            raise UsageError(
+                f"the optimizer state has {', '.join(sorted(entry))} for a parameter, the optimizer keeps "
+                f"{', '.join(sorted(kept.entries)) or 'nothing'}: it is the state of another optimizer"
+            )
+        _check_shapes(entry, parameter, kept)
+
+
+def check_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """UsageError if a parameter's state has entries of another shape than such an optimizer keeps. Which entries it has may
+    depend on options that have changed since it was saved."""
+    for entry, parameter, kept in _loaded_entries(type(optimizer), optimizer.param_groups, optimizer.state.get):
+        _check_shapes(entry, parameter, kept)
+
+
+def _loaded_entries(
+    make: Callable[..., torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    state: Callable[[torch.Tensor], dict[str, Any] | None],
+) -> Iterator[tuple[dict[str, Any], torch.Tensor, _Kept]]:
+    """The state of each parameter that has one, and what the optimizer would keep of such a parameter."""
     known: dict[tuple[int, int], _Kept | None] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
@@ -40,16 +63,10 @@ def check_state(
                 known[key] = _kept(make, group, parameter.dim())
             kept = known[key]
             if kept is not None:
-                _check_entry(entry, parameter, kept)
+                yield entry, parameter, kept
 
 
-def _check_entry(entry: dict[str, Any], parameter: torch.Tensor, kept: _Kept) -> None:
-    # Entries that a class adds in later steps are not among those of its first.
-    if kept.entries.keys() - entry.keys() or not kept.entries:
-        raise UsageError(
-            f"the optimizer state has {', '.join(sorted(entry))} for a parameter, the optimizer keeps "
-            f"{', '.join(sorted(kept.entries)) or 'nothing'}: it is the state of another optimizer"
-        )
+def _check_shapes(entry: dict[str, Any], parameter: torch.Tensor, kept: _Kept) -> None:
     for name, value in entry.items():
         shape = _shape(value)
         if name in kept.like_parameter and shape != parameter.shape:
