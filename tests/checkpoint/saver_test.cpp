@@ -238,6 +238,20 @@ TEST(Saver, BEY05_slices_that_do_not_fit_are_named_on_all_ranks) {
   EXPECT_TRUE(fs::exists(folder / "run/step-1"));
 }
 
+// Its names take more memory than any reader of a file of this size allows.
+TEST(Saver, BEY05_a_file_that_no_load_would_accept_is_not_published) {
+  if (group().size() > 1) GTEST_SKIP() << "ranks divide the tensors among files";
+  const SharedFolder folder;
+  std::vector<test::Whole> wholes;
+  for (int number = 0; number < 8000; ++number) {
+    wholes.push_back({std::string(8000, 'n') + std::to_string(number), at::full({1}, number)});
+  }
+  expect_on_all_ranks<CheckpointError>(
+      [&] { CheckpointSaver(group(), folder / "run").save(contents_of(1, test::whole_slices(wholes))); },
+      {"was not saved", "model.safetensors", "its JSON takes more than"});
+  EXPECT_FALSE(fs::exists(folder / "run/step-1"));
+}
+
 TEST(Saver, BEY05_a_damaged_file_is_named_on_all_ranks_when_it_is_read) {
   const SharedFolder folder;
   const auto wholes = test::random_wholes(1);

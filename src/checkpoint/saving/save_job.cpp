@@ -9,6 +9,7 @@
 #include "checkpoint/format/crc32.h"
 #include "checkpoint/format/index.h"
 #include "checkpoint/format/safetensors_format.h"
+#include "checkpoint/format/safetensors_reader.h"
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/saving/pieces.h"
 #include "checkpoint/saving/snapshot.h"
@@ -153,6 +154,7 @@ void SaveJob::write_files() {
       if (cancelled_) break;
       file->complete();
       sizes_[name] = file->size();
+      static_cast<void>(SafetensorsReader(unfinished_ / name));  // as load() does
     }
   } catch (...) {
     files_.clear();
