@@ -161,7 +161,7 @@ void TrainingLoader::check() const {
     }
   }
   for (const auto& name : view_.transient) {
-    if (reader_.index().tensors.contains(name)) wanted.push_back({name, reader_.tensor(name).shape});
+    if (reader_.has(name, "model")) wanted.push_back({name, reader_.tensor(name).shape});
   }
   for (auto& tensor : wanted) {
     const auto aliases = view_.aliases.find(tensor.name);
@@ -262,7 +262,7 @@ void TrainingLoader::read_optimizers() {
 
 void TrainingLoader::read_model() const {
   const UnwatchedOperators own;  // each rank writes what it owns
-  const auto has = [&](const std::string& name) { return !options_.partial || reader_.index().tensors.contains(name); };
+  const auto has = [&](const std::string& name) { return !options_.partial || reader_.has(name, "model"); };
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
       if (piece.owner != share.rank || !piece.updated.defined() || !has(piece.name)) continue;

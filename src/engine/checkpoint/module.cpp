@@ -37,8 +37,8 @@ Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module,
   const auto list = tensors_of(module, &transient);
   std::vector<WantedTensor> wanted;
   for (const auto& name : transient) {  // a file may have them
-    const auto found = reader.index().tensors.find(options.prefix + name);
-    if (found != reader.index().tensors.end()) wanted.push_back({found->first, found->second.shape});
+    const auto stored = options.prefix + name;
+    if (reader.has(stored, "model")) wanted.push_back({stored, reader.index().tensors.at(stored).shape});
   }
   for (const auto& entry : list) {
     wanted.push_back({options.prefix + entry.name, entry.tensor.sizes().vec(), entry.tensor.scalar_type()});
@@ -48,7 +48,7 @@ Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module,
   for (const auto& entry : list) {
     const auto name = options.prefix + entry.name;
     materialize({entry.tensor});
-    if (!reader.index().tensors.contains(name)) continue;
+    if (!reader.has(name, "model")) continue;
     const auto values = entry.tensor.detach();
     const bool convert = values.is_floating_point() && at::isFloatingType(reader.tensor(name).dtype);
     reader.read(name, {0, values.numel()}, values, {.order = {}, .convert = convert});

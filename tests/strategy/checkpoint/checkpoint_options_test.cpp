@@ -412,6 +412,36 @@ TEST_P(BareModule, BEY05_takes_what_any_strategy_has_trained) {
 INSTANTIATE_TEST_SUITE_P(All, BareModule, testing::ValuesIn(all_strategies()),
                          [](const auto& info) { return info.param; });
 
+// Its names are those that a checkpoint gives to what belongs to one rank.
+struct WithRanks : torch::nn::Module {
+  WithRanks() {
+    weight = register_parameter("weight", at::zeros({2}));
+    const auto ranks = register_module("ranks", std::make_shared<torch::nn::Module>());
+    of_rank = ranks->register_module("0", std::make_shared<torch::nn::Module>())
+                  ->register_parameter("weight", at::full({2}, 7.0F));
+  }
+  at::Tensor weight, of_rank;
+};
+
+TEST(TrainingCheckpoint, BEY05_a_partial_load_takes_nothing_of_one_rank_for_the_models) {
+  const SharedFolder folder;
+  const auto ones = at::ones({2});
+  CheckpointSaver(group(), folder / "run")
+      .save({.step = 1,
+             .strategy = "test",
+             .slices = {whole_slice("weight", ones), whole_slice("ranks.0.weight", ones, "ranks")}});
+  const auto model = std::make_shared<WithRanks>();
+  const auto loaded = load_module(folder / "run", *model, {.partial = true});
+  EXPECT_THAT(loaded.differences, ElementsAre("missing: ranks.0.weight"));
+  EXPECT_TRUE(at::equal(model->weight, ones));
+  EXPECT_TRUE(at::equal(model->of_rank, at::full({2}, 7.0F)));
+
+  SGD optimizer(std::vector<at::Tensor>{model->weight, model->of_rank}, SGDOptions(0.1));
+  TrainingState training(model, optimizer, group());
+  load(folder / "run", training, {.partial = true});
+  EXPECT_TRUE(at::equal(model->of_rank, at::full({2}, 7.0F)));
+}
+
 TEST(TrainingCheckpoint, BEY05_a_bare_module_that_does_not_fit_stays_as_it_was) {
   const SharedFolder folder;
   const auto running = test::start("ddp", group(), 1);
