@@ -55,6 +55,18 @@ def loss_of(prediction, target):
     return (prediction - target).square().mean()
 
 
+def dying_in_step_2(rank, model, elastic):
+    """A first function of step(), in which rank 1 ends after its forward."""
+
+    def compute():
+        loss = loss_of(model(X), Y)
+        if rank == 1 and elastic.steps == 2:
+            die()
+        loss.backward()
+
+    return compute
+
+
 def survivors(run, victims, ranks=3):
     outcomes = Ranks(run, ranks).outcomes(timeout=60)
     for rank, outcome in enumerate(outcomes):
@@ -66,12 +78,7 @@ def test_ELA02_a_buffer_that_was_bound_anew_between_steps_survives_a_death():
     def run(rank):
         net, model, optimizer, elastic = training()
 
-        def compute():
-            loss = loss_of(model(X), Y)
-            if rank == 1 and elastic.steps == 2:
-                die()
-            loss.backward()
-
+        compute = dying_in_step_2(rank, model, elastic)
         changed = False
         while elastic.steps < 4:
             if elastic.steps == 2 and not changed:
@@ -88,11 +95,7 @@ def test_ELA02_a_buffer_that_update_binds_anew_counts_complete_steps():
     def run(rank):
         net, model, optimizer, elastic = training()
 
-        def compute():
-            loss = loss_of(model(X), Y)
-            if rank == 1 and elastic.steps == 2:
-                die()
-            loss.backward()
+        compute = dying_in_step_2(rank, model, elastic)
 
         def update():
             optimizer.step()

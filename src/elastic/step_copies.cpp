@@ -54,8 +54,7 @@ void StepCopies::set_buffers(const std::vector<at::Tensor>& values) const {
     if (buffer.sizes() != values[i].sizes() || buffer.scalar_type() != values[i].scalar_type()) {
       throw UsageError(
           fmt::format("Elastic: buffer {} was [{}] of {} when the step began and is [{}] of {} now, so it cannot be "
-                      "set back: keep its "
-                      "shape and dtype, or do not register it as a buffer",
+                      "set back: keep its shape and dtype, or do not register it as a buffer",
                       buffers[i].key(), fmt::join(values[i].sizes(), ", "), c10::toString(values[i].scalar_type()),
                       fmt::join(buffer.sizes(), ", "), c10::toString(buffer.scalar_type())));
     }

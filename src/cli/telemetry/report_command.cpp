@@ -35,8 +35,7 @@ void add_report_command(CLI::App& app, Action& chosen) {
     if (options->output == "-" && options->json == "-") throw UsageError("-o - and --json -: give one of them a file");
     require_two_files("--output", options->output, "--json", options->json);
     for (const auto& place : options->places) {
-      auto read = find_run(place).flights;
-      if (const auto metrics = find_run(place).metrics) read.push_back(*metrics);
+      const auto read = find_run(place).all();
       require_not_read("--output", options->output, read);
       require_not_read("--json", options->json, read);
     }

@@ -8,6 +8,12 @@ namespace shoal::cli {
 
 namespace fs = std::filesystem;
 
+std::vector<fs::path> RunFiles::all() const {
+  auto files = flights;
+  if (metrics) files.push_back(*metrics);
+  return files;
+}
+
 RunFiles find_run(const fs::path& place) {
   RunFiles run{.place = place};
   std::error_code error;

@@ -11,6 +11,8 @@ struct RunFiles {
   std::filesystem::path place;                     // as it was given
   std::optional<std::filesystem::path> metrics{};  // of a folder, the *.jsonl that was written last
   std::vector<std::filesystem::path> flights{};    // rank-N.flight, in no order
+
+  std::vector<std::filesystem::path> all() const;
 };
 
 // Of a folder, a metrics file, or a flight recorder's file. UsageError where there is none of them.

@@ -74,9 +74,7 @@ void add_top_command(CLI::App& app, Action& chosen) {
     if (!(options->interval >= 0.1 && options->interval <= 3600)) {
       throw UsageError(fmt::format("--interval {}: give 0.1 to 3600 seconds", options->interval));
     }
-    auto read = find_run(options->place).flights;
-    if (const auto metrics = find_run(options->place).metrics) read.push_back(*metrics);
-    require_not_read("--json", options->json, read);
+    require_not_read("--json", options->json, find_run(options->place).all());
     require_writable_file("--json", options->json);
     chosen = [options] { return top(*options); };
   });
