@@ -34,6 +34,9 @@ REPLACEMENTS = (
     ("    dist.Backend.GLOO,\n", "    dist.Backend.GLOO, 'shoal',\n"),
 )
 
+# Their groups wait one second in all, also for each other: a busy machine may pause a rank for longer. They have three tries.
+SHORT_OF_TIME = ("test_barrier_timeout_global", "test_barrier_timeout_full_group")
+
 
 def prepare(backend, ranks):
     folder = tempfile.mkdtemp(prefix="judge")
@@ -43,7 +46,7 @@ def prepare(backend, ranks):
         pass
     os.environ.update(
         BACKEND=backend, WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
-        TEMP_DIR=folder,
+        TEMP_DIR=folder, PYTORCH_PRINT_REPRO_ON_FAILURE="0",
     )
     warnings.filterwarnings("ignore")
 
@@ -188,6 +191,10 @@ def run_test(module, name, port, arguments):
     return next((each for each in outcomes if each[0] == "skip"), ("pass", ""))
 
 
+def last_line(text):
+    return next((line[:200] for line in reversed(text.splitlines()) if line.strip()), "")
+
+
 def count(results):
     return dict(sorted(collections.Counter(verdict for verdict, _ in results.values()).items()))
 
@@ -201,8 +208,7 @@ def compare(ours, theirs):
     print("gloo ", count(theirs))
     for name, (verdict, text) in sorted(ours.items()):
         if verdict not in ("pass", "skip"):
-            last = [line for line in text.splitlines() if line.strip()][-1:] or [""]
-            print(f"{name}: {verdict} (gloo: {theirs.get(name, ['not run'])[0]}): {last[0][:200]}")
+            print(f"{name}: {verdict} (gloo: {theirs.get(name, ['not run'])[0]}): {last_line(text)}")
 
 
 def main():
@@ -226,13 +232,18 @@ def main():
     results, begin = {}, time.monotonic()
     port = 20000 + os.getpid() % 20000
     for name in names:
-        port += 3
         start = time.monotonic()
-        results[name] = run_test(module, name, port, arguments)
+        for _ in range(3 if name in SHORT_OF_TIME else 1):
+            port += 3
+            results[name] = run_test(module, name, port, arguments)
+            if results[name][0] in ("pass", "skip"):
+                break
         if results[name][0] != "skip":
             print(f"{name:<75} {results[name][0]} {time.monotonic() - start:.2f}", flush=True)
         if results[name][0] in ("hang", "crash"):
             print(results[name][1], flush=True)
+        elif results[name][0] == "fail":
+            print("    " + last_line(results[name][1]), flush=True)
         if arguments.out:
             with open(arguments.out, "w") as file:
                 json.dump(results, file, indent=1)
