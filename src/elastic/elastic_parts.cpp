@@ -187,6 +187,10 @@ bool ElasticParts::update_was_refused() const {
   return sharded_ != nullptr && sharded_->update_was_refused();
 }
 
+bool ElasticParts::misses_update() const {
+  return sharded_ != nullptr && sharded_->misses_update();
+}
+
 bool ElasticParts::has_replicas() const {
   return sharded_ != nullptr && sharded_->has_replicas();
 }

@@ -64,9 +64,10 @@ class ElasticParts {
   // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
   virtual bool prepare_commit();
   void commit(bool map);
-  // Whether the optimizer has refused its step before it changed anything. A program that does the same on all ranks has that
-  // on all.
+  // Whether the optimizer has refused its step before it changed anything, on all ranks. Waits until they have come so far.
   bool update_was_refused() const;
+  // After an update that returned: whether it did not call step() of a sharded optimizer, as other ranks did.
+  bool misses_update() const;
   // A sharded optimizer of which other hosts hold the same shares: see ShardedOptimizerBase.
   bool has_replicas() const;
   void map_on_host(bool map);

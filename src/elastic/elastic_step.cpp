@@ -117,9 +117,16 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
   } catch (const CommError& error) {  // not of a group: a recovery would not mend it
     fail();
     throw UsageError(fmt::format("Elastic: the second function of step() has failed: {}", error.what()));
-  } catch (...) {  // of this rank alone, as far as it knows
-    if (!parts->update_was_refused() || scope.broken()) fail();
+  } catch (...) {
+    if (scope.broken() || !parts->update_was_refused()) fail();
     throw;
+  }
+  if (parts->misses_update()) {
+    fail();
+    throw UsageError(
+        "Elastic: the second function of step() did not call step() of the optimizer, as it did on another rank: this "
+        "rank "
+        "has left the job");
   }
   parts->check_update();
   in_step = false;

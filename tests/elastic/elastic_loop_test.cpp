@@ -529,6 +529,41 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
   for (const auto& rank : ended) EXPECT_EQ(rank.text, "end");
 }
 
+// Rank 1 alone does what is refused, or leaves step() out. It leaves the job, and the others update for it and go on.
+TEST(ElasticLoop, ELA02_ELA03_a_rank_that_alone_does_not_update_leaves_and_the_others_go_on) {
+  for (const bool changes : {true, false}) {
+    const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+      alarm(30);
+      auto net = std::make_shared<test::Net>();
+      OSS<torch::optim::Adam> optimizer(net->parameters(), torch::optim::AdamOptions(0.01), world.group());
+      DistributedDataParallel parallel(net, world.group());
+      Elastic elastic(world, parallel, optimizer);
+      const auto x = test::inputs_of({1, 2});
+      const auto compute = [&] {
+        optimizer.zero_grad();
+        test::loss_of(parallel.forward(x), x).backward();
+      };
+      const bool differs = world.rank() == 1;
+      const auto update = [&] {
+        if (differs && changes) torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01);
+        if (!differs || changes) optimizer.step();
+      };
+      const auto usual = [&] { optimizer.step(); };
+      if (!elastic.step(2, compute, usual)) return "the first step was not complete";
+      if (differs) {
+        const auto* text = changes ? "gradients were changed in the second function" : "did not call step()";
+        auto faults = fault_of_refusal(text, [&] { elastic.step(2, compute, update); });
+        faults += fault_of_refusal("it has left the job", [&] { elastic.step(2, compute, usual); });
+        return faults + "has left";
+      }
+      if (!elastic.step(2, compute, update)) return "the step was not complete";
+      while (world.size() == 3) elastic.step(2, compute, usual);
+      return std::to_string(world.size());
+    });
+    for (size_t rank = 0; rank < ended.size(); ++rank) EXPECT_EQ(ended[rank].text, rank == 1 ? "has left" : "2");
+  }
+}
+
 // It comes after the update, so it cannot be taken for one that has changed nothing.
 TEST(ElasticLoop, ELA02_ELA03_a_second_update_in_a_step_ends_the_rank) {
   const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {

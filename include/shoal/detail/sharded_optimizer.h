@@ -73,8 +73,11 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void commit(bool map);
   // The ranks over which the state is sharded, and those that hold the same shares.
   Group everybody() const;
-  // Whether the last step() of an elastic job was refused before it changed anything.
+  // Whether the last step() of an elastic job was refused before it changed anything, on all ranks of the host. Waits until they
+  // have come so far.
   bool update_was_refused() const;
+  // After the update of an elastic job: whether it did not call step(), as others did.
+  bool misses_update() const;
   // Whether other hosts hold the same shares, or average with them. The commit is then that of all hosts: map_on_host(), once all ranks of this host have
   // prepared; and commit_over_hosts(), as GuardedUpdate has it, once all ranks have come to a meeting after that, or it has failed.
   bool has_replicas() const;

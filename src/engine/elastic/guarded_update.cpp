@@ -248,6 +248,28 @@ void GuardedUpdate::run(bool updates) {
   for (auto& gradient : gradients_) gradient = Gradient();
 }
 
+bool GuardedUpdate::is_left_by_all() {
+  const int self = group_.rank();
+  const auto has_begun = [&](int rank) {
+    const auto& record = shared_.record(rank);
+    return record.update.load() >= commits_ || record.updated.load() >= commits_;
+  };
+  if (has_begun(self)) return false;
+  shared_.record(self).left.store(commits_);
+  survivors_.ring();
+  bool begun = false;
+  const auto all_have_come = [&] {
+    bool all = true;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      const bool absent = survivors_.absent(rank);  // asked first: what it has written counts
+      begun = begun || has_begun(rank);
+      all = all && (absent || shared_.record(rank).left.load() >= commits_);
+    }
+    return begun || all;
+  };
+  return survivors_.wait_in_time("the end of a step that this rank does not update", all_have_come) && !begun;
+}
+
 void GuardedUpdate::skip() {
   require_commit();
   shared_.record(group_.rank()).updated.store(commits_);

@@ -55,7 +55,12 @@ Group ShardedOptimizerBase::everybody() const {
 }
 
 bool ShardedOptimizerBase::update_was_refused() const {
-  return state_->commit.refused;
+  return state_->commit.refused && (!state_->guarded || state_->guarded->is_left_by_all());
+}
+
+bool ShardedOptimizerBase::misses_update() const {
+  const auto& guarded = state_->guarded;
+  return guarded && !guarded->is_updated() && !guarded->is_left_by_all();
 }
 
 bool ShardedOptimizerBase::has_replicas() const {

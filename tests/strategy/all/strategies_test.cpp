@@ -40,7 +40,7 @@ std::vector<at::Tensor> train(const std::string& strategy, const std::string& na
                                                  .step = static_cast<uint64_t>(step),
                                                  .rank = static_cast<uint64_t>(group().rank()),
                                                  .micro = static_cast<uint64_t>(micro)},
-                                                4);
+                                                2);
       (models::loss_of(training.forward(sample.data), sample.target) / micros).backward();
     }
     training.step();

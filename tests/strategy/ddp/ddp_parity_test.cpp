@@ -42,7 +42,7 @@ void compare(const std::string& name, const std::string& optimizer_name, int mic
                                               .step = static_cast<uint64_t>(step),
                                               .rank = static_cast<uint64_t>(rank),
                                               .micro = static_cast<uint64_t>(micro)},
-                                             4, at::kDouble);
+                                             2, at::kDouble);
     return models::loss_of(forward(batch.data), batch.target);
   };
   for (int64_t step = 0; step < 10; ++step) {
