@@ -1,6 +1,7 @@
 """Arguments of wrappers, and what may change after wrapping: it works, or one sentence says why not."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -124,3 +125,43 @@ def test_PY05_frozen_parameters_and_other_dtypes():
         assert after.dtype == torch.float64 and torch.equal(after, net.body[1].running_mean)
 
     each_strategy(trains)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    parts: list = dataclasses.field(default_factory=list)
+    mask: torch.Tensor = dataclasses.field(init=False)  # left unset
+    size: int = dataclasses.field(init=False, default=2)
+
+
+@dataclasses.dataclass
+class Scores:
+    scores: torch.Tensor
+    loss: torch.Tensor = dataclasses.field(init=False)  # left unset
+
+
+class OfDataclasses(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, batch):
+        return Scores(self.linear(batch.x) + self.linear(batch.parts[0].x))
+
+
+def test_PY05_dataclasses_may_have_fields_that_are_not_set():
+    def trains(rank):
+        batch = Batch(torch.ones(2, 3), [Batch(torch.ones(2, 3))])
+        for wrap in (
+            shoal.nn.DistributedDataParallel,
+            shoal.nn.FullyShardedDataParallel,
+            lambda net: shoal.nn.FullyShardedDataParallel(net, param_dtype=torch.bfloat16),
+        ):
+            net = OfDataclasses()
+            result = wrap(net)(batch)
+            assert not hasattr(result, "loss")
+            result.scores.sum().backward()
+        assert result.scores.dtype == torch.bfloat16 and batch.x.dtype == batch.parts[0].x.dtype == torch.float32
+
+    on_ranks(trains)

@@ -31,7 +31,7 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
     elif isinstance(value, (list, tuple, set, frozenset)):
         parts = list(value)
     elif dataclasses.is_dataclass(value):
-        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     else:
         parts = list(getattr(value, "__dict__", {}).values())
     for part in parts:

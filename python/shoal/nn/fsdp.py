@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +80,14 @@ class FullyShardedDataParallel(Wrapper):
     def _cast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(self._param_dtype)
-        return value
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        result = copy.copy(value)  # dataclasses.replace() refuses fields that __init__ does not take
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                part = tree_map(self._cast, getattr(value, field.name))
+                object.__setattr__(result, field.name, part)  # also where it is frozen
+        return result
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that the optimizer updates: those that require a gradient and are not ignored."""
