@@ -96,6 +96,15 @@ def test_PY02_a_tied_parameter_is_ignored_by_any_of_its_names():
     on_ranks(trains)
 
 
+def test_PY02_a_sequential_is_indexed_through_fsdp():
+    def indexes(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        model = shoal.nn.FullyShardedDataParallel(net)
+        assert model[0] is net[0] and list(model) == list(net) and list(model[1:]) == [net[1]]
+
+    on_ranks(indexes)
+
+
 def test_PY02_integer_parameters_may_come_first():
     def trains(rank):
         net = torch.nn.Module()

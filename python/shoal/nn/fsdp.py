@@ -77,6 +77,10 @@ class FullyShardedDataParallel(Wrapper):
                 raise
             return getattr(super().__getattr__("module"), name)
 
+    def __getitem__(self, key: Any) -> Any:
+        """The module's own, for a Sequential or a list of modules."""
+        return self.module[key]  # type: ignore[index]
+
     def _cast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(self._param_dtype)
