@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import _C
+
 
 class _Hook:
     """A hook of load_state_dict that calls `act` with the owner, while it lives. Copies of the module call nobody."""
@@ -29,22 +31,73 @@ class _Hook:
         return _Hook, (None, None)
 
 
+def _add_hooks(
+    module: torch.nn.Module, owner: Any, before: Callable[..., None], after: Callable[..., None] | None = None
+) -> None:
+    """Hooks of each load_state_dict() of the module or a part of it, which go with the owner."""
+    handles = []
+    for part in module.modules():
+        handles.append(part.register_load_state_dict_pre_hook(_Hook(owner, before)))
+        if after is not None:
+            handles.append(part.register_load_state_dict_post_hook(_Hook(owner, after)))
+    weakref.finalize(owner, _remove, handles)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+class Loads:
+    """Loads into parameters since the last clear(). Those that together leave the values as they were do not count, such as
+    averages that rank 0 swaps in and out for an evaluation: the other ranks know nothing of them."""
+
+    def __init__(self, module: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self.clear()
+        _add_hooks(module, self, Loads._begin, Loads._end)
+
+    def clear(self) -> None:
+        self._before: dict[int, int] = {}  # digests of what loads have changed, by id
+        self._loaded = False
+        self._changed = False
+
+    def count(self) -> bool:
+        """A load that has changed nothing counts, too: other ranks may have got these values by it."""
+        if not self._changed:
+            return self._loaded
+        return any(_C.digest(self._parameters[key].detach()) != value for key, value in self._before.items())
+
+    def _begin(self, module: torch.nn.Module, *rest: Any) -> None:
+        for key, parameter in self._own(module):
+            if key not in self._before:
+                self._before[key] = _C.digest(parameter.detach())
+
+    def _end(self, module: torch.nn.Module, *rest: Any) -> None:
+        self._loaded = True
+        for key, parameter in self._own(module):
+            if key not in self._before:
+                continue
+            if self._before[key] == _C.digest(parameter.detach()):
+                del self._before[key]
+            else:
+                self._changed = True
+
+    def _own(self, module: torch.nn.Module) -> list[tuple[int, torch.Tensor]]:
+        own = module.parameters(recurse=False)
+        return [(id(parameter), parameter) for parameter in own if id(parameter) in self._parameters]
+
+
 def tell_of_loading(module: torch.nn.Module, core: Any) -> None:
     """Tells the core before and after each load_state_dict() of the module or a part of it, while the core lives."""
-    before = _Hook(core, lambda core, *rest: core.before_loading())
-    after = _Hook(core, lambda core, *rest: core.parameters_loaded())
-    for part in module.modules():
-        part.register_load_state_dict_pre_hook(before)
-        part.register_load_state_dict_post_hook(after)
+    _add_hooks(module, core, lambda core, *rest: core.before_loading(), lambda core, *rest: core.parameters_loaded())
 
 
 def load_in_full_precision(module: torch.nn.Module, parameters: Iterable[torch.Tensor], owner: Any) -> None:
     """Lets load_state_dict() of the module or a part of it give these parameters the precision of the values, while the owner
     lives: a wrapper that has converted them and keeps the values that they had."""
     converted = {id(one) for one in parameters}
-    hook = _Hook(owner, functools.partial(_take_precision, converted))
-    for part in module.modules():
-        part.register_load_state_dict_pre_hook(hook)
+    _add_hooks(module, owner, functools.partial(_take_precision, converted))
 
 
 def _take_precision(

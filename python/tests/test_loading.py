@@ -1,6 +1,7 @@
 """PY05, PY06: values that programs load or write beside the training step, and what evaluations see of it."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -65,6 +66,50 @@ def test_DDP09_an_evaluation_of_one_rank_alone_by_the_wrapper_is_an_error_that_s
                     model(torch.ones(2, 4))
                 return
             model(torch.ones(2, 4) + rank).sum().backward()
+
+    on_ranks(trains)
+
+
+@pytest.mark.parametrize(("averages", "restores"), [("load", "load"), ("load", "copy"), ("copy", "copy")])
+def test_PY05_rank_0_alone_evaluates_averages_and_restores_its_own_values(averages, restores):
+    def put(net, values, how):
+        if how == "load":
+            net.load_state_dict(values)
+        else:
+            torch._foreach_copy_(list(net.state_dict().values()), list(values.values()))
+
+    def trains(rank):
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+        model = shoal.nn.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(5):
+            for _ in range(2):  # as often as the program likes
+                if rank == 0 and step != 1:
+                    own = copy.deepcopy(net.state_dict())
+                    put(net, {name: value / 2 for name, value in own.items()}, averages)
+                    put(net, own, restores)
+            model(torch.ones(2, 4) + rank).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(equal_on_ranks(parameter) for parameter in net.parameters())
+
+    on_ranks(trains)
+
+
+def test_PY05_values_of_one_rank_may_be_loaded_on_all():
+    def trains(rank):
+        model = shoal.nn.DistributedDataParallel(torch.nn.Linear(4, 1))
+        for step in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            with torch.no_grad():
+                model.module.weight += rank
+            values = copy.deepcopy(model.state_dict())
+            for value in values.values():
+                dist.broadcast(value, 0)
+            model.load_state_dict(values)  # rank 0's values stay as they are
+        model(torch.ones(2, 4)).sum().backward()
+        assert equal_on_ranks(model.module.weight)
 
     on_ranks(trains)
 
@@ -220,3 +265,20 @@ def test_OSS01_steps_without_the_wrapper_are_refused():
             optimizer.zero_grad()
 
     on_ranks(trains)
+
+
+def test_PY05_wrappers_that_are_gone_leave_no_hooks_of_loads():
+    def wraps(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+        for wrap in (
+            shoal.nn.DistributedDataParallel,
+            lambda net: shoal.nn.FullyShardedDataParallel(net, param_dtype=torch.bfloat16),
+            lambda net: shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, lr=0.1),
+        ):
+            inside = copy.deepcopy(net)
+            wrap(inside)
+            gc.collect()
+            for part in inside.modules():
+                assert not part._load_state_dict_pre_hooks and not part._load_state_dict_post_hooks, wrap
+
+    on_ranks(wraps)

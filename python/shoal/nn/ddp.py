@@ -9,26 +9,14 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._loaded import Loads
 from .._mirror import mirror_of, parameters_where, require_constant_in_forward
 from ..distributed import group_of
 from ._torch_options import DDP, without_torch_options
 from ._wrapper import Wrapper
 
-
-class _NoteLoad:
-    """Hook of modules that tells the wrapper of a load. A copy of the module has no wrapper."""
-
-    def __init__(self, model: DistributedDataParallel | None) -> None:
-        self._model = (lambda: None) if model is None else weakref.ref(model)
-
-    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        model = self._model()
-        if model is not None:
-            model._loaded = True
-
-    def __reduce__(self) -> Any:
-        return _NoteLoad, (None,)
-
+# For errors, which have room for so much.
+_WRITTEN = "parameters after load_state_dict() (load on every rank) or gradients set by hand"
 
 # Wrappers that live.
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -49,7 +37,7 @@ def note_equal_values(parameters: Iterable[torch.Tensor]) -> None:
 def compare_in_forward(parameters: Iterable[torch.Tensor]) -> None:
     """The next forward compares these parameters on all ranks, whether this one counts them as written or not."""
     for model in _wrappers_of(parameters):
-        model._loaded = True
+        model._compares = True
 
 
 class DistributedDataParallel(Wrapper):
@@ -69,7 +57,8 @@ class DistributedDataParallel(Wrapper):
     option is a UsageError.
 
     The constructor is collective. It compares the models of all ranks (DisagreeError) and broadcasts rank 0's values.
-    If parameters are loaded, or written and no step lies between, the next forward compares the values of all ranks.
+    If parameters are loaded, or written and no step lies between, the next forward compares the values of all ranks. One
+    rank may load averages for an evaluation if it restores its own values before that.
     Writes in place after a step are not compared, as in PyTorch.
     """
 
@@ -82,11 +71,12 @@ class DistributedDataParallel(Wrapper):
         ignored = parameters_where(module, set(options.get("ignored", ())).__contains__)
         self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]
         self._seen = self._versions(), 0
-        self._loaded = False
+        # Digests of the values of all ranks at _seen. None after steps: it would take a pass over the parameters in each.
+        self._common: list[int] | None = self._digests()
+        self._loads = Loads(module, (parameter for _, parameter in self._watched))
+        self._compares = False
         self._equal = False  # an optimizer of shoal has written values since
         _wrappers.add(self)
-        for inside in module.modules():
-            inside.register_load_state_dict_post_hook(_NoteLoad(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and not self._accumulates:
@@ -96,22 +86,35 @@ class DistributedDataParallel(Wrapper):
     def _regrouped(self, group: _C.Group) -> None:
         super()._regrouped(group)
         self._seen = self._versions(), self._core.step()
-        self._loaded = False
+        self._common = self._digests()
+        self._loads.clear()
+        self._compares = False
 
     def _versions(self) -> int:
         return sum(parameter._version for _, parameter in self._watched)
+
+    def _digests(self) -> list[int]:
+        return [_C.digest(parameter.detach()) for _, parameter in self._watched]
 
 
 def _compare_if_written(model: DistributedDataParallel) -> None:
     """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
     versions, steps = model._seen
     now = model._versions(), model._core.step()
-    if now[0] == versions and not model._loaded:
-        model._equal = False
+    loaded = model._compares or model._loads.count()
+    unreduced = now[1] == steps and not model._equal
+    if not unreduced:
+        model._common = None
+    model._equal = False
+    if now[0] == versions and not loaded:
         return
     model._seen = now
-    equal, model._equal = model._equal, False
-    if model._loaded or (now[1] == steps and not equal):
-        model._loaded = False
-        items = [f"{name} with digest {_C.digest(parameter.detach()):x}" for name, parameter in model._watched]
-        _C.agree(model._group, "the parameters after load_state_dict(), or after gradients set by hand", items)
+    model._loads.clear()
+    model._compares = False
+    if not loaded and not unreduced:
+        return
+    digests = model._digests()
+    if digests != model._common:
+        items = [f"{name} with digest {digest:x}" for (name, _), digest in zip(model._watched, digests, strict=True)]
+        _C.agree(model._group, _WRITTEN, items)
+    model._common = digests
