@@ -15,26 +15,29 @@ class Wrapped(torch.nn.Module):
     """Base of all wrappers."""
 
 
-# Mirrors of modules that live, so that two wrappers of one module know of each other.
-_mirrors: weakref.WeakKeyDictionary[torch.nn.Module, _C.Mirror] = weakref.WeakKeyDictionary()
+# Mirrors of modules that live, so that two wrappers of one module know of each other. Wrappers keep them: a mirror refers to the
+# module's children, and a child may refer to the module.
+_mirrors: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_C.Mirror]] = weakref.WeakKeyDictionary()
 
 
 def mirror_of(module: torch.nn.Module) -> _C.Mirror:
-    """The module as C++ sees it."""
+    """The module as C++ sees it. Keep it as long as it is in use."""
     if isinstance(module, Wrapped):
         raise _C.UsageError(f"the module is a {type(module).__name__} already; wrap the module in it: model.module")
     if not isinstance(module, torch.nn.Module):
         raise _C.UsageError(f"give a torch.nn.Module, not a {type(module).__name__}")
     make_new_tensors_work()
-    known = _mirrors.get(module)
+    kept = _mirrors.get(module)
+    known = None if kept is None else kept()
     if known is not None:
         try:
             known.refresh()
             return known
         except _C.UsageError:  # it has changed since, and no wrapper could have been used after that
             pass
-    _mirrors[module] = _C.Mirror(module)
-    return _mirrors[module]
+    mirror = _C.Mirror(module)
+    _mirrors[module] = weakref.ref(mirror)
+    return mirror
 
 
 def parameters_where(module: torch.nn.Module, named: Callable[[str], bool]) -> set[int]:

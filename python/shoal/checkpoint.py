@@ -63,9 +63,9 @@ class TrainingState:
     def __init__(self, *parts: Any, process_group: Any = None) -> None:
         self._parts = parts
         self._optimizer = next((part for part in parts if isinstance(part, ShardedOptimizer)), None)
-        self._core = _core_of(parts, process_group)
         modules = [part.module if isinstance(part, Wrapped) else part for part in parts if isinstance(part, torch.nn.Module)]
         self._mirrors = [mirror_of(module) for module in modules]
+        self._core = _core_of(parts, process_group)
         self._modules = [*modules, *(part._module for part in parts if isinstance(part, (DistributedOptimizer, LocalUpdates)))]
 
     def wait(self) -> None:

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -165,3 +167,29 @@ def test_PY05_dataclasses_may_have_fields_that_are_not_set():
         assert result.scores.dtype == torch.bfloat16 and batch.x.dtype == batch.parts[0].x.dtype == torch.float32
 
     on_ranks(trains)
+
+
+class Rooted(torch.nn.Module):
+    """Its child refers to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = torch.nn.Linear(3, 1)
+        self.child.__dict__["root"] = self
+
+    def forward(self, x):
+        return self.child(x)
+
+
+def test_PY05_a_module_whose_child_refers_to_it_is_freed_after_its_wrapper():
+    def frees(strategy, wrap):
+        net = Rooted()
+        model, optimizer = wrap(net)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        kept = weakref.ref(net)
+        del net, model, optimizer
+        gc.collect()
+        assert kept() is None
+
+    each_strategy(frees)

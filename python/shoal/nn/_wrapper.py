@@ -41,9 +41,10 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
 class Wrapper(Wrapped):
     """A module with a strategy around its forward and backward. `module` is the user's own, with its own parameters."""
 
-    def __init__(self, module: torch.nn.Module, core: Any) -> None:
+    def __init__(self, module: torch.nn.Module, mirror: _C.Mirror, core: Any) -> None:
         super().__init__()
         self._core = core
+        self._mirror = mirror
         self._accumulates = 0  # scopes of no_sync
         self.module = module
 

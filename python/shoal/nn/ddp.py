@@ -66,7 +66,8 @@ class DistributedDataParallel(Wrapper):
         options = without_torch_options("DistributedDataParallel", options, DDP)
         group = group_of(process_group)
         require_constant_in_forward(module, "DistributedDataParallel")
-        super().__init__(module, _C.DistributedDataParallelCore(mirror_of(module), group, options))
+        mirror = mirror_of(module)
+        super().__init__(module, mirror, _C.DistributedDataParallelCore(mirror, group, options))
         self._group = group
         ignored = parameters_where(module, set(options.get("ignored", ())).__contains__)
         self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]

@@ -100,7 +100,7 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults, options=_options)
         group = group_of(process_group)
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)
-        super().__init__(module, core)
+        super().__init__(module, mirror, core)
         self.optimizer = Rates(recipe)
         core.follow(self.optimizer)
         tell_of_loading(module, core)

@@ -49,9 +49,8 @@ class FullyShardedDataParallel(Wrapper):
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
         group = group_of(process_group)
         require_constant_in_forward(module, "FullyShardedDataParallel")
-        super().__init__(module, _C.FullyShardedCore(mirror, group, options))
+        super().__init__(module, mirror, _C.FullyShardedCore(mirror, group, options))
         self._group = group
-        self._mirror = mirror
         self._param_dtype = options.get("param_dtype")
         self._by_parameter = options.get("shard_by_parameter", False)
         ignored = set(options.get("ignored_parameters", ()))

@@ -40,8 +40,9 @@ class ShardedDataParallel(Wrapper):
         self.__dict__["_optimizers"] = optimizers  # they must outlive the core
         group = group_of(process_group)
         require_constant_in_forward(module, "ShardedDataParallel")
-        core = _C.ShardedDataParallelCore(mirror_of(module), [optimizer._core for optimizer in optimizers], group, options)
-        super().__init__(module, core)
+        mirror = mirror_of(module)
+        core = _C.ShardedDataParallelCore(mirror, [optimizer._core for optimizer in optimizers], group, options)
+        super().__init__(module, mirror, core)
         for optimizer in optimizers:
             optimizer._reduced_to_owners = True
         self.__dict__["_optimizers"] = optimizers

@@ -67,7 +67,8 @@ class LocalUpdates(torch.optim.Optimizer):
         self._module = module
         super().__init__(optimizer.param_groups, optimizer.defaults)
         options["outer"] = {"kind": type(outer).__name__, **asdict(outer)}
-        self._core = _C.LocalUpdates(mirror_of(module), optimizer, group_of(process_group), options)
+        self._mirror = mirror_of(module)
+        self._core = _C.LocalUpdates(self._mirror, optimizer, group_of(process_group), options)
         tell_of_loading(module, self._core)
 
     @property
