@@ -1,7 +1,8 @@
 #include "comm/backend/backend_work.h"
 
-#include <thread>
 #include <utility>
+
+#include "base/start_thread.h"
 
 namespace shoal {
 
@@ -33,7 +34,7 @@ void BackendWork::hurry() {
   if (flight_->over() || flight_->urgent()) return;
   flight_->set_urgent();
   if (ends_in_a_wait_only()) {
-    std::thread([flight = flight_] {
+    start_thread("waits for a message", [flight = flight_] {
       try {
         flight->wait(Milliseconds(0));
       } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the flight keeps it

@@ -8,9 +8,10 @@
 #include <condition_variable>
 #include <mutex>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
+
+#include "base/start_thread.h"
 
 namespace shoal {
 namespace {
@@ -108,7 +109,7 @@ void Progress::make_way() {
   if (state_->idle == 0) {
     try {
       state_->start_thread();
-    } catch (const std::system_error&) {  // no more threads: the callback must do without
+    } catch (const UsageError&) {  // no more threads: the callback must do without
       return;
     }
   }
@@ -124,7 +125,7 @@ void Progress::await_callbacks(std::chrono::milliseconds limit) {
 }
 
 void Progress::State::start_thread() {
-  std::thread thread([state = shared_from_this()] { state->run(); });
+  auto thread = shoal::start_thread("completes collectives", [state = shared_from_this()] { state->run(); });
   pthread_setname_np(thread.native_handle(), "shoal_progress");
   thread.detach();
 }

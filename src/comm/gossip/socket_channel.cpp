@@ -14,6 +14,7 @@
 #include <random>
 #include <thread>
 
+#include "base/start_thread.h"
 #include "comm/gossip/peers.h"
 #include "comm/gossip/values_pool.h"
 #include "comm/gossip/visitors.h"
@@ -44,7 +45,7 @@ class SocketChannel : public GossipChannel {
         drafts_(values_.size()),
         shown_(values_.size()),
         wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-    thread_ = std::thread([this] { run(); });
+    thread_ = start_thread("exchanges parameters with peers", [this] { run(); });
   }
 
   ~SocketChannel() override {

@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <iterator>
-#include <thread>
 #include <utility>
+
+#include "base/start_thread.h"
 
 namespace shoal {
 
@@ -34,7 +35,9 @@ void ReleasedGroups::end_unreferenced(bool aside) {
   std::vector<Group> ending(std::make_move_iterator(first), std::make_move_iterator(groups_.end()));
   groups_.erase(first, groups_.end());
   if (!aside) return;
-  for (auto& group : ending) std::thread([one = std::move(group)]() mutable { one.transport.reset(); }).detach();
+  for (auto& group : ending) {
+    start_thread("ends a group", [one = std::move(group)]() mutable { one.transport.reset(); }).detach();
+  }
 }
 
 }  // namespace shoal

@@ -10,6 +10,7 @@
 #include <csignal>
 #include <system_error>
 
+#include "base/start_thread.h"
 #include "base/without_signals.h"
 
 namespace shoal {
@@ -38,7 +39,7 @@ PeerExit::PeerExit(const std::vector<ProcessId>& processes, std::function<void()
     one.gone = state_of(one.process) == ProcessState::gone;
   }
   const WithoutSignals in_the_thread;
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread("watches the other processes of this host", [this] { run(); });
 }
 
 PeerExit::~PeerExit() {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/printable.h"
+#include "base/start_thread.h"
 #include "base/without_signals.h"
 #include "comm/store/authenticated_store.h"
 #include "shoal/error.h"
@@ -36,7 +37,7 @@ StoreBoard::StoreBoard(StoreBoardOptions options, int self, const std::vector<st
   if (!options_.joins) await_all();
   hear();
   const WithoutSignals in_the_thread;
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread("tells the other hosts of this one", [this] { run(); });
 }
 
 StoreBoard::~StoreBoard() {

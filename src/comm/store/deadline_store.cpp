@@ -12,6 +12,8 @@
 #include <mutex>
 #include <thread>
 
+#include "base/start_thread.h"
+
 namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
@@ -24,7 +26,7 @@ class DeadlineStore::Client {
   explicit Client(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
   static void start(const std::shared_ptr<Client>& client) {
-    std::thread([client] { client->run(); }).detach();
+    start_thread("calls the store", [client] { client->run(); }).detach();
   }
 
   void ask(Call call) {

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "base/start_thread.h"
 #include "comm/rendezvous/socket.h"
 
 namespace shoal {
@@ -68,7 +69,7 @@ std::optional<std::string> unanswered(const Descriptor& socket, int port) {
 
 Doorkeeper::Doorkeeper(int port) {
   allow_more_files();
-  thread_ = std::thread([this, port] { run(port); });
+  thread_ = start_thread("guards the store's port", [this, port] { run(port); });
 }
 
 Doorkeeper::~Doorkeeper() {

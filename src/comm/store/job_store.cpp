@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/start_thread.h"
 #include "base/without_signals.h"
 #include "comm/membership/patience.h"
 #include "comm/store/authenticated_store.h"
@@ -248,7 +249,7 @@ void JobStore::begin(const JobIdentity& job) {
   }
   state_->known = state_->nodes;
   const WithoutSignals in_the_thread;
-  state_->thread = std::thread([state = state_.get()] { state->run(); });
+  state_->thread = start_thread("reads the job's store", [state = state_.get()] { state->run(); });
 }
 
 void JobStore::report_failure(const std::string& text) {

@@ -6,8 +6,8 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 
+#include "base/start_thread.h"
 #include "comm/rendezvous/job_identity.h"
 #include "comm/store/deadline_store.h"
 
@@ -21,7 +21,7 @@ template <class Work>
 auto within(std::chrono::milliseconds limit, Work work) -> std::optional<decltype(work())> {
   std::packaged_task<decltype(work())()> task(std::move(work));
   auto result = task.get_future();
-  std::thread(std::move(task)).detach();
+  start_thread("waits in place of the caller", std::move(task)).detach();
   if (result.wait_for(limit) != std::future_status::ready) return std::nullopt;
   return result.get();
 }
@@ -31,7 +31,7 @@ template <class GivenUp, class Work>
 auto unless(const GivenUp& given_up, Work work) -> std::optional<decltype(work())> {
   std::packaged_task<decltype(work())()> task(std::move(work));
   auto result = task.get_future();
-  std::thread(std::move(task)).detach();
+  start_thread("waits in place of the caller", std::move(task)).detach();
   while (result.wait_for(std::chrono::milliseconds(2)) != std::future_status::ready) {
     if (given_up()) return std::nullopt;
   }

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/start_thread.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/tcp/connect.h"
@@ -51,7 +52,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
  public:
   TcpTransport(std::vector<std::unique_ptr<tcp::Link>> links, int rank, const std::vector<int>& world_ranks)
       : operations_(std::move(links), rank, world_ranks) {
-    thread_ = std::make_unique<std::thread>([this] { run(); });
+    thread_ = std::make_unique<std::thread>(start_thread("sends and receives over TCP", [this] { run(); }));
   }
 
   ~TcpTransport() override {
