@@ -155,7 +155,7 @@ class FullyShardedCore : public DataParallelCore {
   std::vector<at::Tensor> own_gradients() const;
   // For FullParameters. The wrappers of sub-modules are not included.
   void check_hold(const SummonFullParamsOptions& options) const;
-  void hold(const SummonFullParamsOptions& options);
+  void hold(const SummonFullParamsOptions& options, bool reads_only);
   void release();
   std::vector<FullyShardedCore*> wrappers_within();
 
@@ -187,12 +187,14 @@ class FullyShardedCore : public DataParallelCore {
   std::unique_ptr<Shards> shards_;
 };
 
-// Scope of summon_full_params(): parameters are gathered and remain in memory, also for data_ptr(). Construction and
-// destruction are collective. Move-only; must not outlive its wrapper. Within the scope, forward, an optimizer step and
-// a second scope are UsageErrors.
+// Scope of summon_full_params(): parameters are gathered and remain in memory, also for data_ptr(). Every rank has them
+// in memory of its own, also where ranks share memory, and sees its own writes only. Pointers into that memory must not
+// outlive the scope. Construction and destruction are collective. Move-only; must not outlive its wrapper. Within the
+// scope, forward, an optimizer step and a second scope are UsageErrors.
 class FullParameters {
  public:
-  FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options);
+  // reads_only: nothing is written past the operators, so that ranks that share memory need no copies.
+  FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options, bool reads_only = false);
   FullParameters(FullParameters&& other) noexcept : held_(std::exchange(other.held_, {})) {}
   FullParameters& operator=(FullParameters&&) = delete;
   ~FullParameters();  // communication errors are thrown by the next call

@@ -117,7 +117,8 @@ class FullyShardedDataParallel(Wrapper):
 
     @contextlib.contextmanager
     def summon_full_params(self, **options: Any) -> Iterator[None]:
-        """Scope in which parameters can be read and written as if they were not sharded, also through numpy().
+        """Scope in which parameters can be read and written as if they were not sharded, also through numpy(); write the
+        same on all ranks. Arrays that share their memory end with the scope: copy what is to stay.
         Options: writeback, rank0_only, offload_to_cpu, with_grads, recurse. Collective."""
         self._mirror.refresh()
         scope = self._core.summon_full_params(options)

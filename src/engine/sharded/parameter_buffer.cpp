@@ -34,7 +34,8 @@ ParameterBuffer::ParameterBuffer(const Group& group, std::vector<at::Tensor> par
       memory_(group.allocate_host_shared(layout_.size(), parameters.front().options().requires_grad(false),
                                          std::move(owners), options)),
       own_(memory_.owners()[group.rank()]),
-      written_(parameters.size()) {
+      written_(parameters.size()),
+      private_(parameters.size()) {
   const torch::NoGradGuard no_grad;
   for (size_t piece = 0; piece < parameters.size(); ++piece) {
     homes_.push_back(home_of(part(layout_.range(piece)), parameters[piece]));
@@ -71,15 +72,41 @@ void ParameterBuffer::wait(const Label& label) {
 }
 
 void ParameterBuffer::before_write(std::string_view, c10::StorageImpl* storage) {
-  if (!notices_) return;
+  if (!notices_ && !shared()) return;
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
     if (homes_[piece].storage().unsafeGetStorageImpl() != storage) continue;
-    if (written_[piece]) return;
+    if (shared()) make_private(piece);
+    if (!notices_) return;
     written_[piece] = true;
     any_written_ = true;
-    if (shared()) storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece)).clone()));
     return;
+  }
+}
+
+void ParameterBuffer::make_private(size_t piece) {
+  if (private_[piece]) return;
+  private_[piece] = true;
+  auto* storage = homes_[piece].storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece)).clone()));
+}
+
+void ParameterBuffer::make_private() {
+  const std::lock_guard lock(mutex_);
+  for (size_t piece = 0; piece < homes_.size(); ++piece) make_private(piece);
+}
+
+void ParameterBuffer::end_private(bool keep) {
+  const torch::NoGradGuard no_grad;
+  const UnwatchedOperators own;
+  const std::lock_guard lock(mutex_);
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    const auto range = layout_.range(piece);
+    const auto mine = range.intersect(own_);
+    if (keep && private_[piece] && !mine.empty()) {
+      part(mine).copy_(in_memory_order(homes_[piece]).narrow(0, mine.begin - range.begin, mine.size()));
+    }
+    point_to_buffer(piece);
   }
 }
 
@@ -94,9 +121,15 @@ std::vector<size_t> ParameterBuffer::changed() const {
   return list;
 }
 
-void ParameterBuffer::bind(size_t piece) {
+void ParameterBuffer::point_to_buffer(size_t piece) {
+  if (!private_[piece]) return;
   auto* storage = homes_[piece].storage().unsafeGetStorageImpl();
-  if (written_[piece] && shared()) storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece))));
+  storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece))));
+  private_[piece] = false;
+}
+
+void ParameterBuffer::bind(size_t piece) {
+  point_to_buffer(piece);
   if (!same_view(parameters()[piece], homes_[piece])) parameters()[piece].set_data(homes_[piece]);
   written_[piece] = false;
 }

@@ -53,13 +53,20 @@ class ParameterBuffer : private MemoryUser {
   // Shapes must be unchanged; another dtype is converted. Collective; with the same parameters on all ranks, none of
   // which reads them meanwhile.
   void adopt(const Label& label);
-  // While off, writes go to the buffer's memory, undetected.
+  // While off, writes are not detected. In shared memory they go to private copies all the same.
   void notice_writes(bool on) { notices_ = on; }
+  // Gives every parameter its private copy now, so that writes past the operators (data_ptr) stay on this rank, too.
+  void make_private();
+  // Ends the private copies: the parameters are in the buffer again. keep: this rank's range takes its values from them
+  // first, while no rank reads the buffer; else they are dropped.
+  void end_private(bool keep);
 
  private:
   void before_write(std::string_view op, c10::StorageImpl* storage) override;
+  void make_private(size_t piece);
   // Binds the parameter to its place in this rank's view of the buffer.
   void bind(size_t piece);
+  void point_to_buffer(size_t piece);
 
   FlatLayout layout_;
   HostSharedBuffer memory_;
@@ -69,8 +76,9 @@ class ParameterBuffer : private MemoryUser {
   ParameterWatch watch_;
   std::atomic<bool> notices_ = true;
   std::atomic<bool> any_written_ = false;
-  mutable std::mutex mutex_;  // written_
+  mutable std::mutex mutex_;  // written_ and private_
   std::vector<bool> written_;
+  std::vector<bool> private_;  // the parameter's place is a private copy for now
 };
 
 }  // namespace shoal

@@ -30,6 +30,8 @@ class InParameters : public ParameterGather {
   uint64_t digest(size_t piece) const override { return digest_of(buffer_.parameters()[piece]); }
   void adopt(const Label& label) override { buffer_.adopt(label); }
   void notice_writes(bool on) override { buffer_.notice_writes(on); }
+  void make_private() override { buffer_.make_private(); }
+  void end_private(bool keep) override { buffer_.end_private(keep); }
   bool shared() const override { return buffer_.shared(); }
 
  private:

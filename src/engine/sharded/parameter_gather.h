@@ -35,6 +35,9 @@ class ParameterGather {
   virtual void adopt(const Label& label) = 0;
   // While off, writes are not detected.
   virtual void notice_writes(bool on) = 0;
+  // See ParameterBuffer. Parameters in other memory have no private copies.
+  virtual void make_private() {}
+  virtual void end_private(bool /*keep*/) {}
 
   // True if other ranks see this rank's elements change as they are written, before publish().
   virtual bool shared() const { return false; }

@@ -142,8 +142,15 @@ void ShardedModule::add_replicated(std::vector<std::string> names, std::vector<a
 }
 
 void ShardedModule::notice_writes(bool on) {
-  for (const auto& gather : gathers_) gather->notice_writes(on);
-  for (const auto& frozen : frozen_) frozen.gather->notice_writes(on);
+  visit_gathers([&](const std::string&, ParameterGather& gather) { gather.notice_writes(on); });
+}
+
+void ShardedModule::visit_gathers(
+    const std::function<void(const std::string& parameter, ParameterGather& gather)>& visit) const {
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    visit(reducer_->gradients()[reducer_->buckets()[number].members().front()].name, *gathers_[number]);
+  }
+  for (const auto& frozen : frozen_) visit(frozen.names.front(), *frozen.gather);
 }
 
 void ShardedModule::require_kinds() const {

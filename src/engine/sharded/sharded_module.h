@@ -106,6 +106,8 @@ class ShardedModule {
   void require_kinds() const;
   // While off, writes are not detected.
   void notice_writes(bool on);
+  // Visits the gathers of trainable and of frozen parameters, each with the name of one of its parameters.
+  void visit_gathers(const std::function<void(const std::string& parameter, ParameterGather& gather)>& visit) const;
   // Waits for what wait() has deferred to first use.
   void wait_all() { first_touch_.touch_all(); }
   // Shards of all ranks, grouped by parameter; names begin with `prefix`.

@@ -36,9 +36,8 @@ struct FullyShardedCore::Shards {
   // State of a summon_full_params scope.
   struct Hold {
     SummonFullParamsOptions options;
-    std::set<std::string> left_out{};                       // names of units
-    std::vector<std::pair<at::Tensor, at::Tensor>> undo{};  // this rank's memory, and the values to restore there
-    std::vector<at::Tensor> grads{};                        // former grad(), by gradient of the reducer
+    std::set<std::string> left_out{};  // names of units
+    std::vector<at::Tensor> grads{};   // former grad(), by gradient of the reducer
   };
   std::optional<Hold> hold{};
   bool computes_shares = false;  // Elastic computes one share of the batch after the other

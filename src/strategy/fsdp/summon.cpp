@@ -37,23 +37,15 @@ std::vector<std::string> describe(const SummonFullParamsOptions& options) {
           "recurse " + yes_or_no(options.recurse)};
 }
 
-// Visits this rank's memory of each unit's parameters, trainable and frozen.
+// Visits the parameters of each bucket, with the name of their unit.
 template <class Visit>
-void for_own_memory(const FullyShardedCore::Shards& shards, const Visit& visit) {
-  std::map<const c10::TensorImpl*, std::string> unit_of;
+void for_gathers(const FullyShardedCore::Shards& shards, const Visit& visit) {
+  std::map<std::string, std::string> unit_of;
   for (const auto& unit : shards.units) {
-    for (const auto& entry : unit.parameters) unit_of[entry.tensor.unsafeGetTensorImpl()] = title(unit);
+    for (const auto& entry : unit.parameters) unit_of[entry.name] = title(unit);
   }
-  const auto& gradients = shards.module->reducer().gradients();
-  for (const auto& piece : shards.module->pieces()) {
-    visit(unit_of.at(gradients[piece.gradient].parameter.unsafeGetTensorImpl()), piece.outgoing);
-  }
-  for (const auto& frozen : shards.frozen) {
-    for (const auto& slice :
-         frozen.layout.overlapping(frozen.owners[static_cast<size_t>(shards.groups.shard.rank())])) {
-      visit(frozen.unit, frozen.gather->elements(slice));
-    }
-  }
+  shards.module->visit_gathers(
+      [&](const std::string& parameter, ParameterGather& gather) { visit(unit_of.at(parameter), gather); });
 }
 
 // This rank's part of a parameter's gradient, in the order of the parameter's elements in memory.
@@ -104,12 +96,12 @@ FullParameters FullyShardedCore::summon_full_params(bool writeback) {
   return summon_full_params(SummonFullParamsOptions{.writeback = writeback});
 }
 
-FullParameters::FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options) {
+FullParameters::FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options, bool reads_only) {
   auto wrappers = options.recurse ? core.wrappers_within() : std::vector<FullyShardedCore*>();
   wrappers.push_back(&core);
   for (auto* wrapper : wrappers) wrapper->check_hold(options);
   for (auto* wrapper : wrappers) {
-    wrapper->hold(options);
+    wrapper->hold(options, reads_only);
     held_.push_back(wrapper);
   }
 }
@@ -141,7 +133,8 @@ void FullyShardedCore::check_hold(const SummonFullParamsOptions& options) const 
   if (options.with_grads) shards.module->reducer().prepare_sums("summon_full_params");
 }
 
-void FullyShardedCore::hold(const SummonFullParamsOptions& options) {
+// Where ranks share memory, parameters are private meanwhile: else each rank's `weight.mul_(3)` would count.
+void FullyShardedCore::hold(const SummonFullParamsOptions& options, bool reads_only) {
   auto& shards = *shards_;
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
@@ -150,14 +143,15 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options) {
     if (!options.recurse && !unit.name.empty()) hold.left_out.insert(title(unit));
   }
   shards.module->notice_writes(false);  // this scope decides which writes are kept
+  const bool here = !options.rank0_only || shards.groups.all.rank() == 0;
   if (shards.pager) {
-    shards.pager->unshard_all(!options.rank0_only || shards.groups.all.rank() == 0, hold.left_out);
-  } else {
-    for_own_memory(shards, [&](const std::string& unit, const at::Tensor& memory) {
-      const bool counts = options.writeback && !hold.left_out.contains(unit);
-      if (!counts) hold.undo.emplace_back(memory, memory.detach().clone());
+    shards.pager->unshard_all(here, hold.left_out);
+  } else if (!reads_only) {
+    for_gathers(shards, [&](const std::string& unit, ParameterGather& gather) {
+      const bool held = here && !hold.left_out.contains(unit);
+      const bool dropped = !options.writeback || !held;
+      if (gather.shared() ? held : dropped) gather.make_private();
     });
-    shards.groups.shard.barrier(label).wait();  // no rank writes before all ranks have saved what they may undo
   }
   shards.hold.emplace(std::move(hold));
   shards.module->lend(true);
@@ -175,10 +169,11 @@ void FullyShardedCore::release() {
   if (shards.pager) {
     shards.pager->reshard_all(writeback);
   } else {
-    shards.groups.shard.barrier(label).wait();  // all ranks have finished writing and reading
-    for (const auto& [memory, before] : hold->undo) at::Tensor(memory).copy_(before);
-    const bool undoes = !writeback || !hold->left_out.empty();
-    if (undoes) shards.groups.shard.barrier(label).wait();
+    shards.groups.shard.barrier(label).wait();  // no rank reads the former values any more
+    for_gathers(shards, [&](const std::string& unit, ParameterGather& gather) {
+      gather.end_private(writeback && !hold->left_out.contains(unit));
+    });
+    if (writeback) shards.groups.shard.barrier(label).wait();  // all ranks have written theirs
   }
   if (writeback) {
     for (const auto& piece : shards.module->pieces()) piece.take_back();

@@ -95,7 +95,7 @@ std::vector<at::Tensor> FsdpTraining::parameters() const {
 }
 
 std::shared_ptr<void> FsdpTraining::full_parameters() {
-  return std::make_shared<FullParameters>(*parallel_, SummonFullParamsOptions{.writeback = false});
+  return std::make_shared<FullParameters>(*parallel_, SummonFullParamsOptions{.writeback = false}, /*reads_only=*/true);
 }
 
 std::vector<Strategy> fsdp_strategies() {

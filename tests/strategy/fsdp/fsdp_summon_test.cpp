@@ -30,6 +30,30 @@ TEST(Fsdp, FSDP18_ranks_that_own_nothing_take_part) {
   EXPECT_EQ(parallel->scale.detach().clone().item<double>(), 7);
 }
 
+TEST(Fsdp, FSDP18_what_ranks_change_in_place_changes_once) {
+  const auto change = [](torch::nn::Module& model) {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model.parameters()) {
+      parameter.mul_(3).add_(1);
+      *parameter.data_ptr<double>() += 2;
+    }
+  };
+  for (const bool writeback : {false, true}) {
+    auto model = seeded(1);
+    model->second->weight.set_requires_grad(false);
+    FullyShardedDataParallel<MlpImpl> parallel(model, group(), by_layer());
+    auto changed = seeded(1);
+    change(*changed);
+    {
+      const auto whole = parallel.summon_full_params(writeback);
+      change(*model);
+      EXPECT_EQ(difference(model->parameters(), changed->parameters()), 0) << "within the scope";
+    }
+    const auto expected = writeback ? changed : seeded(1);
+    EXPECT_EQ(difference(model->parameters(), expected->parameters()), 0) << "writeback " << writeback;
+  }
+}
+
 TEST(Fsdp, FSDP18_float32_copies_stay_exact_where_nothing_was_written) {
   auto model = seeded(1);
   model->to(at::kFloat);
