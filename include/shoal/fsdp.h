@@ -161,6 +161,8 @@ class FullyShardedCore : public DataParallelCore {
 
   // For Elastic. UsageError that names what cannot go on in another group.
   void require_regroupable();
+  // Of each frozen parameter that param_dtype has rounded the float32 copy, which ranks share.
+  std::vector<at::Tensor> frozen_copies() const;
   // While true, clipping is refused: gradients are those of some of a rank's shares.
   void compute_shares(bool now);
 

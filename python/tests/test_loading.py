@@ -206,6 +206,32 @@ def test_PY06_values_loaded_into_converted_parameters_keep_their_precision(trans
     on_ranks(loads)
 
 
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY06_frozen_parameters_that_fsdp_converts_keep_their_precision(transport, tmp_path):
+    def make(value):
+        net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+        net[0].requires_grad_(False)
+        torch.nn.init.constant_(net[0].weight, value)
+        model = shoal.nn.FullyShardedDataParallel(net, group_over(transport), param_dtype=torch.bfloat16)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        return model, shoal.checkpoint.TrainingState(model, optimizer), optimizer
+
+    def keeps(rank):
+        exact = torch.full((4, 8), 1.001)
+        model, state, optimizer = make(1.001)
+        model(torch.ones(2, 8)).float().sum().backward()
+        optimizer.step()
+        assert torch.equal(model.state_dict()["0.weight"], exact)
+        shoal.checkpoint.save(tmp_path / "run", state, step=1)
+        model, state, _ = make(0.0)
+        shoal.checkpoint.load(tmp_path / "run", state)
+        assert model.module[0].weight.dtype == torch.bfloat16
+        assert torch.equal(model.state_dict()["0.weight"], exact)
+        assert torch.equal(model.unwrap()[0].weight, exact)
+
+    on_ranks(keeps)
+
+
 def test_PY06_what_fsdp_ignores_keeps_its_dtype_in_loads():
     def loads(rank):
         net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16())

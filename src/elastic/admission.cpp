@@ -85,6 +85,8 @@ std::vector<at::Tensor> Admission::plain_tensors() const {
   for (const auto* kind : {&tensors.parameters, &tensors.buffers}) {
     for (const auto& entry : *kind) list.push_back(entry.tensor);
   }
+  const auto copies = parts_.frozen_copies();
+  list.insert(list.end(), copies.begin(), copies.end());
   list.insert(list.end(), options_.tensors.begin(), options_.tensors.end());
   return list;
 }

@@ -91,6 +91,7 @@ class WithFSDP : public Wrapped {
     parallel.require_regroupable();
     optimizer.require_regroupable(parallel, world.group());
   }
+  std::vector<at::Tensor> frozen_copies() const override { return parallel_.frozen_copies(); }
   bool takes_shares() const override { return !averages_; }
   std::string why_closed() const override {
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";

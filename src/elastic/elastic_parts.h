@@ -42,6 +42,8 @@ class ElasticParts {
   virtual Reducer* reducer() const = 0;
   // Parameters and buffers that all ranks hold alike.
   virtual ModuleTensors tensors() const = 0;
+  // Copies of frozen parameters in higher precision.
+  virtual std::vector<at::Tensor> frozen_copies() const { return {}; }
   virtual LoggingData logging_data() const = 0;
   // The factor of this rank's gradients in the mean, from now on, unless backwards have weights; none: 1 / ranks.
   virtual void set_share(std::optional<double> share) = 0;

@@ -10,6 +10,15 @@
 #include "shoal/error.h"
 
 namespace shoal {
+namespace {
+
+// Takes over elements that differ from the rounded copy; others keep the copy's precision.
+void take_written(const at::Tensor& elements, const at::Tensor& exact) {
+  const auto written = elements != exact.to(elements.scalar_type());
+  exact.copy_(at::where(written, elements.to(exact.scalar_type()), exact));
+}
+
+}  // namespace
 
 ShardedModule::ShardedModule(Group shard, std::shared_ptr<Reducer> reducer,
                              std::vector<std::unique_ptr<ParameterGather>> gathers, std::shared_ptr<Timers> waits,
@@ -67,10 +76,11 @@ void OwnedPiece::put_out() const {
 }
 
 void OwnedPiece::take_back() const {
-  if (!copied) return;
-  const auto exact = main.as_strided({main.numel()}, {1});
-  const auto written = outgoing != exact.to(outgoing.scalar_type());
-  exact.copy_(at::where(written, outgoing.to(exact.scalar_type()), exact));
+  if (copied) take_written(outgoing, main.as_strided({main.numel()}, {1}));
+}
+
+void FrozenPiece::take_back() const {
+  if (exact.defined()) take_written(elements, exact);
 }
 
 bool ShardedModule::shared() const {
@@ -133,8 +143,8 @@ void ShardedModule::await(size_t bucket) {
 }
 
 void ShardedModule::add_frozen(std::vector<std::string> names, std::vector<at::Tensor> parameters,
-                               std::shared_ptr<ParameterGather> gather) {
-  frozen_.push_back({std::move(names), ParameterWatch(std::move(parameters)), std::move(gather)});
+                               std::shared_ptr<ParameterGather> gather, std::vector<FrozenPiece> pieces) {
+  frozen_.push_back({std::move(names), ParameterWatch(std::move(parameters)), std::move(gather), std::move(pieces)});
 }
 
 void ShardedModule::add_replicated(std::vector<std::string> names, std::vector<at::Tensor> parameters) {
@@ -202,40 +212,55 @@ void ShardedModule::adopt_changes(const Label& label) {
       values.push_back({reducer_->gradients()[members[piece]].name, gathers_[number]->digest(piece)});
     }
   }
+  std::vector<std::vector<size_t>> changed_frozen;
   for (const auto& frozen : frozen_) {
-    for (const auto piece : frozen.gather->changed())
+    for (const auto piece : changed_frozen.emplace_back(frozen.gather->changed())) {
       values.push_back({frozen.names[piece], frozen.gather->digest(piece)});
+    }
   }
   for (size_t i = 0; i < replicated_.names.size(); ++i) {
     if (!replicated_.watch.changed(i)) continue;
     values.push_back({replicated_.names[i], digest_of(replicated_.watch.parameters()[i])});
   }
   agree_on_values(reducer_->group(), values);
-  refresh_copies(changed_pieces, /*replaced=*/true);
+  refresh_copies(changed_pieces, changed_frozen, /*replaced=*/true);
   for (size_t number = 0; number < gathers_.size(); ++number) {
     if (!changed_pieces[number].empty()) gathers_[number]->adopt(label);
   }
-  for (const auto& frozen : frozen_) {
-    if (!frozen.gather->changed().empty()) frozen.gather->adopt(label);
+  for (size_t number = 0; number < frozen_.size(); ++number) {
+    if (!changed_frozen[number].empty()) frozen_[number].gather->adopt(label);
   }
   replicated_.watch.note();
-  refresh_copies(changed_pieces, /*replaced=*/false);
+  refresh_copies(changed_pieces, changed_frozen, /*replaced=*/false);
 }
 
 // The float32 copies of parameters that have other values: of those in other memory, which may hold more than their own
 // bits, while they are there; then of those that were written where they lie.
-void ShardedModule::refresh_copies(const std::vector<std::vector<size_t>>& changed, bool replaced) {
+void ShardedModule::refresh_copies(const std::vector<std::vector<size_t>>& changed,
+                                   const std::vector<std::vector<size_t>>& changed_frozen, bool replaced) {
+  const auto refresh = [&](const ParameterWatch& watch, size_t number, const Slice& slice, const at::Tensor& elements,
+                           at::Tensor exact) {
+    if (replaced && watch.changed(number)) {
+      const auto& parameter = watch.parameters()[number];
+      auto values =
+          at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
+      exact.copy_(in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
+    } else if (!replaced && !at::equal(exact.to(elements.scalar_type()), elements)) {
+      exact.copy_(elements);  // a page is noticed as a whole: most of it may be as it was
+    }
+  };
+  const auto holds = [](const std::vector<size_t>& list, size_t piece) {
+    return std::find(list.begin(), list.end(), piece) != list.end();
+  };
   for (auto& piece : pieces_) {
-    const auto& list = changed[piece.bucket];
-    if (!piece.copied || std::find(list.begin(), list.end(), piece.slice.piece) == list.end()) continue;
-    auto main = piece.main.as_strided({piece.main.numel()}, {1});
-    if (replaced && trainable_.watch.changed(piece.gradient)) {
-      const auto& parameter = reducer_->gradients()[piece.gradient].parameter;
-      auto values = at::empty_strided(parameter.sizes(), trainable_.watch.strides(piece.gradient),
-                                      parameter.options().requires_grad(false));
-      main.copy_(in_memory_order(values.copy_(parameter)).narrow(0, piece.slice.in_piece.begin, main.numel()));
-    } else if (!replaced && !at::equal(main.to(piece.elements.scalar_type()), piece.elements)) {
-      main.copy_(piece.elements);  // a page is noticed as a whole: most of it may be as it was
+    if (!piece.copied || !holds(changed[piece.bucket], piece.slice.piece)) continue;
+    refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,
+            piece.main.as_strided({piece.main.numel()}, {1}));
+  }
+  for (size_t number = 0; number < frozen_.size(); ++number) {
+    for (const auto& piece : frozen_[number].pieces) {
+      if (!piece.exact.defined() || !holds(changed_frozen[number], piece.slice.piece)) continue;
+      refresh(frozen_[number].watch, piece.slice.piece, piece.slice, piece.elements, piece.exact);
     }
   }
 }

@@ -46,6 +46,17 @@ inline bool has_copy(const at::Tensor& parameter) {
   return parameter.element_size() < static_cast<int64_t>(sizeof(float));
 }
 
+// This rank's elements of a frozen parameter.
+struct FrozenPiece {
+  Slice slice{};          // position in the layout of the parameter's gather
+  at::Tensor elements{};  // one-dimensional
+  at::Tensor exact{};     // float32 copy of 16-bit elements, from before they were rounded; undefined: there is none
+
+  const at::Tensor& values() const { return exact.defined() ? exact : elements; }
+  // Like OwnedPiece::take_back().
+  void take_back() const;
+};
+
 // The reducer's buckets, the parameters in the same layout, and this rank's shards of both.
 class ShardedModule {
  public:
@@ -85,9 +96,9 @@ class ShardedModule {
   // Waits for the shards of all ranks; `at_first_touch`: for those of a bucket when an operator first uses one of its
   // parameters.
   void wait(const Label& label, bool at_first_touch);
-  // Adds frozen parameters that are sharded too; names by index in the gather.
+  // Adds frozen parameters that are sharded too; names by index in the gather. pieces: this rank's.
   void add_frozen(std::vector<std::string> names, std::vector<at::Tensor> parameters,
-                  std::shared_ptr<ParameterGather> gather);
+                  std::shared_ptr<ParameterGather> gather, std::vector<FrozenPiece> pieces);
   // Adds frozen parameters that every rank holds in full.
   void add_replicated(std::vector<std::string> names, std::vector<at::Tensor> parameters);
   // Sets the module of these parameters; parameters that are added to it later are rejected.
@@ -131,10 +142,12 @@ class ShardedModule {
     std::vector<std::string> names;
     ParameterWatch watch;
     std::shared_ptr<ParameterGather> gather{};
+    std::vector<FrozenPiece> pieces{};
   };
   void await(size_t bucket);
   bool changed() const;
-  void refresh_copies(const std::vector<std::vector<size_t>>& changed, bool replaced);
+  void refresh_copies(const std::vector<std::vector<size_t>>& changed,
+                      const std::vector<std::vector<size_t>>& changed_frozen, bool replaced);
 
   Group shard_;
   std::shared_ptr<Reducer> reducer_;

@@ -43,7 +43,12 @@ void FullyShardedSource::end_load(const CarriedStates& past) {
   ShardedSource::end_load(past);
   for (const auto& [buffer, copy] : converted_) at::Tensor(buffer).copy_(copy);
   const Label label{-1, -1, "loaded parameters"};
-  for (const auto& frozen : shards_.frozen) frozen.gather->publish(label);
+  for (const auto& frozen : shards_.frozen) {
+    for (const auto& piece : frozen.pieces) {
+      if (piece.exact.defined()) at::Tensor(piece.elements).copy_(piece.exact);
+    }
+    frozen.gather->publish(label);
+  }
   for (const auto& frozen : shards_.frozen) frozen.gather->wait(label);
 }
 
@@ -52,15 +57,14 @@ void FullyShardedSource::add_others(CheckpointView& view) {
   add_rest(view, *parallel_.module());
   give_buffers_their_dtypes(view);
   std::erase_if(view.rest, [&](const NamedSlice& slice) { return is_sharded_here(slice.name); });
-  const int rank = shards_.groups.shard.rank();
   for (const auto& frozen : shards_.frozen) {
     // Every rank lists all of them.
     for (const auto& entry : frozen.parameters) {
-      view.rest.push_back(slice_of(entry, {}, at::empty({0}, entry.tensor.scalar_type())));
+      const auto dtype = frozen.copies.defined() ? at::kFloat : entry.tensor.scalar_type();
+      view.rest.push_back(slice_of(entry, {}, at::empty({0}, dtype)));
     }
-    for (const auto& slice : frozen.layout.overlapping(frozen.owners[static_cast<size_t>(rank)])) {
-      const auto& entry = frozen.parameters[slice.piece];
-      view.rest.push_back(slice_of(entry, slice.in_piece, frozen.gather->elements(slice)));
+    for (const auto& piece : frozen.pieces) {
+      view.rest.push_back(slice_of(frozen.parameters[piece.slice.piece], piece.slice.in_piece, piece.values()));
     }
   }
 }

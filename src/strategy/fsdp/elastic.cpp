@@ -38,15 +38,32 @@ void FullyShardedCore::compute_shares(bool now) {
   shards_->computes_shares = now;
 }
 
+std::vector<at::Tensor> FullyShardedCore::frozen_copies() const {
+  std::vector<at::Tensor> list;
+  for (const auto& frozen : shards_->frozen) {
+    if (!frozen.copies.defined()) continue;
+    for (size_t piece = 0; piece < frozen.parameters.size(); ++piece) {
+      const auto range = frozen.layout.range(piece);
+      list.push_back(frozen.copies.narrow(0, range.begin, range.size()));
+    }
+  }
+  return list;
+}
+
 // The former module keeps its memory until the parameters have moved out of it.
 void FullyShardedCore::regroup(const ShardGroups& groups, int64_t step) {
   const auto former = shards_->module;
-  const auto frozen = std::exchange(shards_->frozen, {});
+  auto frozen = std::exchange(shards_->frozen, {});
   const auto& remains = former->retire();
   state().group = groups.all;
   state().entered = false;
   shards_->groups = groups;
-  shard_parameters(state(), *shards_);
+  try {
+    shard_parameters(state(), *shards_, frozen);
+  } catch (...) {
+    shards_->frozen = std::move(frozen);  // the next try takes the copies from there
+    throw;
+  }
   shards_->module->resume(remains);
   auto& reducer = shards_->module->reducer();
   if (auto* hook = reducer.reduction().hook()) hook->reset();

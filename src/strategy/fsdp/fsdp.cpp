@@ -11,7 +11,6 @@
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/normal_mode.h"
-#include "memory/views.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/ignored.h"
@@ -175,59 +174,6 @@ double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
   const double norm = global_norm(sums, norm_type, module.shard(), {step(), -1, "norm of the gradients"});
   clip_to_norm(sums, norm, max_norm);
   return norm;
-}
-
-at::Tensor FullyShardedCore::whole(const at::Tensor& parameter, const std::string& name) const {
-  const bool copied = parameter.requires_grad() && parameter.element_size() < 4;
-  if (!copied) return parameter.detach().clone();
-  // Master values, in float32.
-  return shards_->assemble(parameter, at::kFloat, name, [](const OwnedPiece& piece) { return piece.main; });
-}
-
-at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::ScalarType dtype,
-                                              const std::string& name,
-                                              const std::function<at::Tensor(const OwnedPiece&)>& of) const {
-  auto sum = at::empty_strided(parameter.sizes(), dense_strides(parameter),
-                               parameter.options().dtype(dtype).requires_grad(false))
-                 .zero_();
-  auto flat = in_memory_order(sum);
-  for (const auto& piece : module->pieces()) {
-    if (!module->reducer().gradients()[piece.gradient].parameter.is_same(parameter)) continue;
-    flat.narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size()).copy_(in_memory_order(of(piece)));
-  }
-  module->shard().all_reduce(flat, ReduceOp::sum, {-1, -1, name}).wait();
-  return sum;
-}
-
-void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
-  const NormalMode outside;
-  const torch::NoGradGuard no_grad;
-  shards_->module->adopt_changes({step(), -1, "replaced parameters"});
-  const auto& tensors = state().tensors;
-  const bool here = !recipient || *recipient == shards_->groups.all.rank();
-  std::exception_ptr error;
-  const auto show = [&](const NamedTensor& entry, const at::Tensor& value) {
-    if (!here || error) return;
-    try {
-      visit(entry.name, value);
-      for (const auto& alias : entry.aliases) visit(alias, value);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  };
-  for (const auto& entry : tensors.parameters) show(entry, whole(entry.tensor, entry.name));
-  for (size_t number = 0; number < tensors.buffers.size(); ++number) {
-    const auto& buffer = tensors.buffers[number].tensor;
-    const auto dtype = shards_->buffer_dtypes.empty() ? buffer.scalar_type() : shards_->buffer_dtypes[number].second;
-    show(tensors.buffers[number], buffer.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true));
-  }
-  if (error) std::rethrow_exception(error);
-}
-
-std::map<std::string, at::Tensor> FullyShardedCore::full_state_dict(std::optional<int> recipient) const {
-  std::map<std::string, at::Tensor> named;
-  visit_full_state(recipient, [&](const std::string& name, const at::Tensor& value) { named[name] = value; });
-  return named;
 }
 
 std::vector<std::vector<std::string>> FullyShardedCore::units() const {

@@ -36,10 +36,7 @@ void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCo
     compare(gradients[piece.gradient].name, piece.main.detach().as_strided({piece.main.numel()}, {1}));
   }
   for (const auto& frozen : shards.frozen) {
-    for (const auto& slice :
-         frozen.layout.overlapping(frozen.owners[static_cast<size_t>(shards.groups.shard.rank())])) {
-      compare(frozen.parameters[slice.piece].name, frozen.gather->elements(slice));
-    }
+    for (const auto& piece : frozen.pieces) compare(frozen.parameters[piece.slice.piece].name, piece.values());
   }
   shards.groups.all.all_reduce(differs, ReduceOp::min, {-1, -1, "whether replicas are equal"}).wait();
   const auto first = static_cast<size_t>(differs.item<int64_t>());

@@ -14,10 +14,10 @@
 #include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
-#include "memory/views.h"
 #include "shoal/deferred_init.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
+#include "strategy/fsdp/originals.h"
 
 namespace shoal {
 
@@ -89,17 +89,6 @@ void check_byte_limit(const std::vector<Unit>& units, const FullyShardedDataPara
   }
 }
 
-// Converts parameters to another dtype; returns the original values of trainable ones, in their order.
-std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtype) {
-  std::vector<at::Tensor> originals;
-  const DeferredInit conversions_too;  // also defers the conversion of deferred parameters
-  for (const auto& entry : tensors.parameters) {
-    if (entry.tensor.requires_grad()) originals.push_back(entry.tensor.detach());
-    at::Tensor(entry.tensor).set_data(entry.tensor.detach().to(dtype));
-  }
-  return originals;
-}
-
 // Converts floating-point buffers; returns all buffers with their original dtypes.
 std::vector<std::pair<at::Tensor, at::ScalarType>> convert_buffers(const ModuleTensors& tensors, at::ScalarType dtype) {
   std::vector<std::pair<at::Tensor, at::ScalarType>> own;
@@ -119,16 +108,6 @@ void materialize_and_broadcast(const ShardGroups& groups, std::vector<at::Tensor
   if (sync) broadcast_coalesced(groups.all, tensors, 0, {-1, -1, name});
 }
 
-// Keeps only this rank's elements of the originals of a bucket's parameters.
-void keep_own_elements(const Bucket& bucket, std::vector<at::Tensor>& originals) {
-  std::vector<at::Tensor> own(bucket.members().size());
-  for (const auto& slice : bucket.layout().overlapping(bucket.kept_range())) {
-    const auto& original = originals[bucket.members()[slice.piece]];
-    own[slice.piece] = in_memory_order(original).narrow(0, slice.in_piece.begin, slice.in_piece.size()).clone();
-  }
-  for (size_t piece = 0; piece < own.size(); ++piece) originals[bucket.members()[piece]] = own[piece];
-}
-
 // A unit's frozen parameters, grouped by dtype.
 std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit) {
   std::map<at::ScalarType, std::vector<NamedTensor>> kinds;
@@ -142,7 +121,8 @@ std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit) {
 
 }  // namespace
 
-void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards) {
+void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards,
+                      const std::vector<FullyShardedCore::Shards::Frozen>& former) {
   const torch::NoGradGuard no_grad;
   const auto& groups = shards.groups;
   const auto& shard = groups.shard;
@@ -157,8 +137,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       if (!present) check_byte_limit(shards.units, shards.options, shard.size());
     });
   }
-  std::vector<at::Tensor> originals;
-  if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype);
+  Originals originals;
+  if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype, former);
   if (shards.options.buffer_dtype && shards.buffer_dtypes.empty()) {
     shards.buffer_dtypes = convert_buffers(state.tensors, *shards.options.buffer_dtype);
   }
@@ -223,17 +203,21 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       if (units[buckets[bucket].members().front()] == static_cast<int>(number)) of_unit.push_back(bucket);
     }
     std::vector<at::Tensor> values;
-    for (const auto& entry : unit.parameters) values.push_back(entry.tensor);
+    for (const auto& entry : unit.parameters) {
+      values.push_back(entry.tensor);
+      const auto original = originals.frozen.find(entry.tensor.unsafeGetTensorImpl());
+      if (original != originals.frozen.end()) values.push_back(original->second);
+    }
     for (const auto bucket : of_unit) {
       for (const auto member : buckets[bucket].members()) {
-        if (!originals.empty()) values.push_back(originals[member]);
+        if (!originals.trainable.empty()) values.push_back(originals.trainable[member]);
       }
     }
     materialize_and_broadcast(groups, std::move(values), shards.options.sync_module_states, name);
     for (const auto bucket : of_unit) {
       gathers[bucket] = gather(reducer.parameters_of(buckets[bucket]), buckets[bucket].layout(),
                                reducer.owners_of(buckets[bucket], shard.size()), name);
-      if (!originals.empty()) keep_own_elements(buckets[bucket], originals);
+      if (!originals.trainable.empty()) keep_own_elements(buckets[bucket], originals.trainable);
     }
     for (auto& list : frozen_of(unit)) {
       std::vector<int64_t> numels;
@@ -246,10 +230,19 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       std::vector<Range> owners(static_cast<size_t>(shard.size()));
       for (int rank = 0; rank < groups.owners; ++rank) owners[static_cast<size_t>(rank)] = layout.part(rank);
       auto divided = gather(std::move(tensors), layout, owners, name);
-      shards.frozen.push_back({name, std::move(list), layout, std::move(owners), std::move(divided)});
+      auto& frozen = shards.frozen.emplace_back(FullyShardedCore::Shards::Frozen{.unit = name,
+                                                                                 .parameters = std::move(list),
+                                                                                 .layout = layout,
+                                                                                 .owners = std::move(owners),
+                                                                                 .gather = std::move(divided),
+                                                                                 .pieces = {},
+                                                                                 .copies = {}});
+      list_pieces(frozen, shard, present, originals);
+      for (const auto& entry : frozen.parameters) originals.frozen.erase(entry.tensor.unsafeGetTensorImpl());
     }
   }
-  shards.module = std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals);
+  shards.module =
+      std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals.trainable);
   if (shards.options.param_dtype) shards.module->convert_dtypes();
   for (const auto& frozen : shards.frozen) {
     std::vector<std::string> names;
@@ -258,7 +251,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       names.push_back(entry.name);
       parameters.push_back(entry.tensor);
     }
-    shards.module->add_frozen(std::move(names), std::move(parameters), frozen.gather);
+    shards.module->add_frozen(std::move(names), std::move(parameters), frozen.gather, frozen.pieces);
   }
   if (!shards.options.sync_module_states) require_equal_replicas(state, shards);
 }

@@ -31,6 +31,10 @@ struct FullyShardedCore::Shards {
     FlatLayout layout;
     std::vector<Range> owners;  // by rank of the shard group
     std::shared_ptr<ParameterGather> gather;
+    std::vector<FrozenPiece> pieces;  // this rank's
+    // The pieces' float32 copies, in the layout: of all ranks where parameters are always in memory, else this rank's.
+    // Undefined: there are none.
+    at::Tensor copies;
   };
   std::vector<Frozen> frozen{};
   // State of a summon_full_params scope.
@@ -45,7 +49,10 @@ struct FullyShardedCore::Shards {
   // Buffers and their original dtypes; empty: buffers were not converted.
   std::vector<std::pair<at::Tensor, at::ScalarType>> buffer_dtypes{};
 
-  // Assembles a parameter from the pieces that `of` returns on all ranks. Collective.
+  // Assembles a parameter from what each rank writes to its own part of zeros, in memory order. Collective.
+  at::Tensor assemble(const at::Tensor& parameter, at::ScalarType dtype, const std::string& name,
+                      const std::function<void(const at::Tensor& flat)>& write_own) const;
+  // The same from the pieces that `of` returns.
   at::Tensor assemble(const at::Tensor& parameter, at::ScalarType dtype, const std::string& name,
                       const std::function<at::Tensor(const OwnedPiece&)>& of) const;
   bool grad_op() const {
@@ -67,8 +74,10 @@ std::string title(const Unit& unit);
 // Creates the group of ranks that share one copy of the model, and the group of ranks with equal shards. Collective.
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 
-// Shards the parameters of `state` and creates its reducer. Collective.
-void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards);
+// Shards the parameters of `state` and creates its reducer. former: the frozen parameters, if they were sharded before
+// in an elastic job. Collective.
+void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards,
+                      const std::vector<FullyShardedCore::Shards::Frozen>& former = {});
 
 // DisagreeError if ranks that own the same ranges started with different values. Collective.
 void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards);

@@ -177,6 +177,9 @@ void FullyShardedCore::release() {
   }
   if (writeback) {
     for (const auto& piece : shards.module->pieces()) piece.take_back();
+    for (const auto& frozen : shards.frozen) {
+      for (const auto& piece : frozen.pieces) piece.take_back();
+    }
   }
   shards.module->notice_writes(true);
 }

@@ -136,6 +136,41 @@ TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updat
   EXPECT_TRUE(at::equal(parallel->third->bias, after.at("third.bias").to(at::kBFloat16)));
 }
 
+TEST(Fsdp, FSDP05_frozen_parameters_keep_the_values_that_16_bits_cannot_hold) {
+  const auto exact = at::full({16, 16}, 1.001F);
+  const auto model = std::make_shared<MlpImpl>(12, 16, 5, at::kFloat);
+  model->second->weight.set_requires_grad(false).copy_(exact);
+  auto options = by_layer();
+  options.param_dtype = at::kBFloat16;
+  FullyShardedDataParallel<MlpImpl> parallel(model, group(), options);
+  FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, SGDOptions(1e-2));
+  const auto kept = [&] { return parallel.full_state_dict().at("second.weight"); };
+  const auto step = [&] {
+    mean_loss(parallel.forward(batch(group().rank(), 0).to(at::kFloat))).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  step();
+  EXPECT_EQ(parallel->second->weight.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(at::equal(kept(), exact));
+  {
+    const auto whole = parallel.summon_full_params();
+    parallel->second->weight[3][4].fill_(0.5);
+  }
+  auto written = exact.clone();
+  written[3][4].fill_(0.5);
+  EXPECT_TRUE(at::equal(kept(), written)) << "where nothing was written, values stay exact";
+  parallel->second->weight.set_data(exact + 1e-4);
+  step();
+  EXPECT_TRUE(at::equal(kept(), exact + 1e-4)) << "as after a load";
+  parallel->second->weight.fill_(3);
+  step();
+  EXPECT_TRUE(at::equal(kept(), at::full_like(exact, 3)));
+  parallel->second->weight.set_data(exact.clone());
+  parallel.unwrap();
+  EXPECT_TRUE(at::equal(model->second->weight, exact));
+}
+
 // Two buffers with the same short name and different dtypes.
 struct TwoBuffersImpl : torch::nn::Module {
   struct PartImpl : torch::nn::Module {

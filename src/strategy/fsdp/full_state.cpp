@@ -1,0 +1,83 @@
+// Full parameters and buffers, by name, assembled from the ranks' shards.
+
+#include <torch/utils.h>
+
+#include "engine/wrapper/normal_mode.h"
+#include "memory/views.h"
+#include "shoal/group.h"
+#include "strategy/fsdp/shards.h"
+
+namespace shoal {
+
+at::Tensor FullyShardedCore::whole(const at::Tensor& parameter, const std::string& name) const {
+  if (!has_copy(parameter)) return parameter.detach().clone();
+  for (const auto& frozen : shards_->frozen) {
+    for (size_t number = 0; number < frozen.parameters.size(); ++number) {
+      if (!frozen.parameters[number].tensor.is_same(parameter)) continue;
+      if (!frozen.copies.defined()) return parameter.detach().clone();
+      return shards_->assemble(parameter, at::kFloat, name, [&](const at::Tensor& flat) {
+        for (const auto& piece : frozen.pieces) {
+          if (piece.slice.piece != number) continue;
+          flat.narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size()).copy_(piece.exact);
+        }
+      });
+    }
+  }
+  return shards_->assemble(parameter, at::kFloat, name, [](const OwnedPiece& piece) { return piece.main; });
+}
+
+at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::ScalarType dtype,
+                                              const std::string& name,
+                                              const std::function<void(const at::Tensor& flat)>& write_own) const {
+  auto sum = at::empty_strided(parameter.sizes(), dense_strides(parameter),
+                               parameter.options().dtype(dtype).requires_grad(false))
+                 .zero_();
+  auto flat = in_memory_order(sum);
+  write_own(flat);
+  module->shard().all_reduce(flat, ReduceOp::sum, {-1, -1, name}).wait();
+  return sum;
+}
+
+at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::ScalarType dtype,
+                                              const std::string& name,
+                                              const std::function<at::Tensor(const OwnedPiece&)>& of) const {
+  return assemble(parameter, dtype, name, [&](const at::Tensor& flat) {
+    for (const auto& piece : module->pieces()) {
+      if (!module->reducer().gradients()[piece.gradient].parameter.is_same(parameter)) continue;
+      flat.narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size()).copy_(in_memory_order(of(piece)));
+    }
+  });
+}
+
+void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
+  const NormalMode outside;
+  const torch::NoGradGuard no_grad;
+  shards_->module->adopt_changes({step(), -1, "replaced parameters"});
+  const auto& tensors = state().tensors;
+  const bool here = !recipient || *recipient == shards_->groups.all.rank();
+  std::exception_ptr error;
+  const auto show = [&](const NamedTensor& entry, const at::Tensor& value) {
+    if (!here || error) return;
+    try {
+      visit(entry.name, value);
+      for (const auto& alias : entry.aliases) visit(alias, value);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  for (const auto& entry : tensors.parameters) show(entry, whole(entry.tensor, entry.name));
+  for (size_t number = 0; number < tensors.buffers.size(); ++number) {
+    const auto& buffer = tensors.buffers[number].tensor;
+    const auto dtype = shards_->buffer_dtypes.empty() ? buffer.scalar_type() : shards_->buffer_dtypes[number].second;
+    show(tensors.buffers[number], buffer.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true));
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+std::map<std::string, at::Tensor> FullyShardedCore::full_state_dict(std::optional<int> recipient) const {
+  std::map<std::string, at::Tensor> named;
+  visit_full_state(recipient, [&](const std::string& name, const at::Tensor& value) { named[name] = value; });
+  return named;
+}
+
+}  // namespace shoal
