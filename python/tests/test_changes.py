@@ -91,6 +91,24 @@ def test_PY05_wrap_policies_select_the_same_units():
     on_ranks(units)
 
 
+def test_PY02_fsdp_of_a_module_with_an_fsdp_inside_is_refused_and_names_the_policy():
+    FSDP = shoal.nn.FullyShardedDataParallel
+
+    def nests(rank):
+        inside = "sub-module 0 has a FullyShardedDataParallel of its own: unwrap.* auto_wrap_policy"
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        inner = FSDP(net[0])
+        with pytest.raises(shoal.UsageError, match=inside):
+            FSDP(net)
+        with pytest.raises(shoal.UsageError, match=inside):
+            FSDP(torch.nn.Sequential(inner, net[1]))
+        inner.unwrap()
+        model = FSDP(net, auto_wrap_policy=["0"])
+        assert model.units() == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+
+    on_ranks(nests)
+
+
 def test_PY05_frozen_parameters_and_other_dtypes():
     def trains(strategy, wrap):
         nets = [models.make("gpt"), models.make("gpt")]

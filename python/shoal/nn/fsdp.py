@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,8 @@ class FullyShardedDataParallel(Wrapper):
     optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
 
     auto_wrap_policy: a class of modules or several, names of sub-modules, a function of a module, or a policy of
-    torch.distributed.fsdp.wrap. None: the whole module is one unit.
+    torch.distributed.fsdp.wrap. None: the whole module is one unit. It replaces PyTorch's nested wrappers: a module with a
+    sub-module that has a FullyShardedDataParallel of its own is a UsageError.
 
     Parameters keep their names and identity, and may be read anywhere. Between steps their gradients are tensors without
     memory: use model.clip_grad_norm_(), and the optimizer above; torch.optim on model.parameters() is an error in its
@@ -46,10 +48,12 @@ class FullyShardedDataParallel(Wrapper):
     ) -> None:
         options = without_torch_options("FullyShardedDataParallel", options, FSDP)
         mirror = mirror_of(module)
+        _refuse_nested(module)
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
         group = group_of(process_group)
         require_constant_in_forward(module, "FullyShardedDataParallel")
         super().__init__(module, mirror, _C.FullyShardedCore(mirror, group, options))
+        _wrappers[module] = weakref.ref(self)
         self._group = group
         self._param_dtype = options.get("param_dtype")
         self._by_parameter = options.get("shard_by_parameter", False)
@@ -141,7 +145,23 @@ class FullyShardedDataParallel(Wrapper):
         """Restores the module for use without this wrapper and returns it. Collective."""
         self._mirror.refresh()
         self._core.unwrap()
+        _wrappers.pop(self.module, None)
         return self.module
+
+
+# By the module that each one wraps.
+_wrappers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
+
+
+def _refuse_nested(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        wrapper = _wrappers.get(part)
+        wrapped = name and wrapper is not None and wrapper() is not None
+        if wrapped or isinstance(part, FullyShardedDataParallel):
+            raise _C.UsageError(
+                f"FullyShardedDataParallel: the sub-module {name} has a FullyShardedDataParallel of its own: unwrap() that one, "
+                "and give the whole model to one wrapper, with auto_wrap_policy for the sub-modules that are units"
+            )
 
 
 def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
