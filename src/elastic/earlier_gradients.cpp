@@ -1,11 +1,9 @@
 #include "elastic/earlier_gradients.h"
 
-#include <ATen/ops/linalg_vector_norm.h>
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include <limits>
-
+#include "memory/views.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -15,12 +13,6 @@ namespace {
 bool is_stand_in(const at::Tensor& gradient) {
   if (!gradient.has_storage() || gradient.numel() == 0) return false;
   return gradient.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr;
-}
-
-bool is_zero(const at::Tensor& gradient) {
-  const auto values = gradient.is_sparse() ? gradient._values() : gradient;
-  if (values.numel() == 0) return true;
-  return at::linalg_vector_norm(values, std::numeric_limits<double>::infinity()).item<double>() == 0;
 }
 
 }  // namespace

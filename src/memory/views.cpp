@@ -57,4 +57,8 @@ bool same_view(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides();
 }
 
+bool is_zero(const at::Tensor& tensor) {
+  return (tensor.is_sparse() ? tensor._values() : tensor).count_nonzero().item<int64_t>() == 0;
+}
+
 }  // namespace shoal

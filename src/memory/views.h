@@ -31,4 +31,7 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b);
 // True if both are the same elements of the same memory in the same layout.
 bool same_view(const at::Tensor& a, const at::Tensor& b);
 
+// True if all elements are zero, also of a sparse tensor.
+bool is_zero(const at::Tensor& tensor);
+
 }  // namespace shoal

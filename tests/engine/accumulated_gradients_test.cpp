@@ -75,6 +75,28 @@ TEST(AccumulatedGradients, what_is_dropped_is_not_of_the_next_step_nor_its_weigh
   EXPECT_FALSE(with.accumulated->weight());
 }
 
+TEST(AccumulatedGradients, what_is_zeroed_has_no_weight) {
+  WithGradients with;
+  for (const size_t gradient : {0, 1}) with.backward(gradient, 1);
+  with.accumulated->add_weight(2);
+  with.accumulated->note_values();
+  with.grad(1).zero_();
+  with.accumulated->adopt_changes();
+  EXPECT_EQ(with.accumulated->weight(), 2);
+  with.grad(0).zero_();
+  with.accumulated->adopt_changes();
+  EXPECT_FALSE(with.accumulated->weight());
+}
+
+TEST(AccumulatedGradients, a_backward_that_gave_zeros_has_its_weight) {
+  WithGradients with;
+  with.backward(0, 0);
+  with.accumulated->add_weight(2);
+  with.accumulated->note_values();
+  with.accumulated->adopt_changes();
+  EXPECT_EQ(with.accumulated->weight(), 2);
+}
+
 TEST(AccumulatedGradients, handing_over_writes_this_ranks_part_of_the_mean) {
   WithGradients with;
   with.backward(0, 4);

@@ -32,16 +32,29 @@ void AccumulatedGradients::move_to(std::vector<Bucket> before) {
 }
 
 void AccumulatedGradients::adopt_changes() {
+  std::vector<bool> zeroed(gradients_.size());  // through stand-ins, which are renewed
+  for (size_t i = 0; i < gradients_.size() && own_.weight; ++i) {
+    zeroed[i] = sums_.remains(i) == EarlierSums::Remains::zeros;
+  }
   sums_.adopt_changes();
-  bool some = false, left = false;
+  bool some = false;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     some = some || own_.used[i];
     own_.used[i] = own_.used[i] && gradients_[i].parameter.grad().defined();
-    left = left || own_.used[i];
   }
-  if (some && !left) own_.weight.reset();
+  if (own_.weight && some && !any_left([&](size_t i) { return !zeroed[i] && !(own_.nonzero && has_zeros(i)); })) {
+    own_.weight.reset();
+  }
   for (size_t i = 0; i < buckets_.size() && everywhere_ && in_buckets_; ++i) leave_what_is_kept(i);
   shown_.end_backward();
+}
+
+// The last layers' first, which are rarely zero.
+bool AccumulatedGradients::any_left(const std::function<bool(size_t)>& is_left) const {
+  for (size_t i = gradients_.size(); i-- > 0;) {
+    if (own_.used[i] && is_left(i)) return true;
+  }
+  return false;
 }
 
 // Gradients that were dropped come again, in the bucket: what the program keeps of them (grad() itself, a view, an array of NumPy)

@@ -9,6 +9,7 @@
 
 #include "engine/gradients/earlier_sums.h"
 #include "engine/gradients/shown_gradients.h"
+#include "memory/views.h"
 
 namespace shoal {
 
@@ -40,8 +41,9 @@ class AccumulatedGradients {
   // By gradient. used: a backward added something. came: a backward reached it, perhaps with an undefined gradient.
   const std::vector<bool>& used() const { return own_.used; }
   const std::vector<bool>& came() const { return own_.came; }
-  // Sum of the weights of these backwards; none if they were called without weights.
+  // Sum of the weights of these backwards; none if they were called without weights, or what they added was dropped or zeroed.
   const std::optional<double>& weight() const { return own_.weight; }
+  void set_weight(const std::optional<double>& weight) { own_.weight = weight; }
   void add_weight(double weight) { own_.weight = own_.weight.value_or(0.0) + weight; }
 
   // Call before autograd adds to grad(). UsageError if grad() lies in memory that the program shares with other tensors, which
@@ -52,6 +54,10 @@ class AccumulatedGradients {
   void note_local(size_t gradient);
   // Treats gradients that the caller set in grad() as accumulated by this rank's backwards.
   void note_set();
+  // After a local backward with a weight, before hide(): gradients that are zero already cannot be zeroed by the caller.
+  void note_values() {
+    own_.nonzero = any_left([this](size_t gradient) { return !has_zeros(gradient); });
+  }
   // After a local backward: replaces this rank's own gradients in grad() by stand-ins (EarlierSums::hide).
   void hide();
   // Writes this rank's contribution to the mean, its gradient times `scale` (zeros if it has none), to the gradient's
@@ -92,9 +98,14 @@ class AccumulatedGradients {
     std::vector<bool> used;
     std::vector<bool> came;
     std::optional<double> weight{};
+    bool nonzero = false;  // after the last local backward with a weight
   };
 
   at::Tensor& mutable_grad(size_t gradient) { return at::Tensor(gradients_[gradient].parameter).mutable_grad(); }
+  bool any_left(const std::function<bool(size_t gradient)>& is_left) const;
+  bool has_zeros(size_t gradient) const {
+    return !sums_.stands_in(gradient) && is_zero(gradients_[gradient].parameter.grad());
+  }
   void lay_in_bucket(size_t gradient);
   void leave_what_is_kept(size_t bucket);
   // See ShownGradients.

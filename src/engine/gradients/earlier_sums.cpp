@@ -14,10 +14,6 @@ namespace {
 
 using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-bool is_zero(const at::Tensor& tensor) {
-  return (tensor.is_sparse() ? tensor._values() : tensor).count_nonzero().item<int64_t>() == 0;
-}
-
 }  // namespace
 
 EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const BucketSet& buckets, std::string about)

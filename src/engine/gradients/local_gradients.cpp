@@ -5,6 +5,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "memory/views.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -46,7 +47,7 @@ bool has_local_gradient(const at::Tensor& parameter) {
     const auto mark = marks.gradients.find(parameter.unsafeGetTensorImpl());
     if (mark == marks.gradients.end() || mark->second.lock().get() != gradient.unsafeGetTensorImpl()) return false;
   }
-  return (gradient.is_sparse() ? gradient._values() : gradient).count_nonzero().item<int64_t>() > 0;
+  return !is_zero(gradient);
 }
 
 void require_no_local_gradient(const at::Tensor& parameter, const std::string& who, const std::string& name) {

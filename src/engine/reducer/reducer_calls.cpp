@@ -34,6 +34,7 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
   const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
   if (!has_graph && weight > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
   if (!running()) adopt_changes();
+  const auto before = accumulated_.weight();
   accumulated_.add_weight(weight);
   weighted_backward_ = true;
   try {
@@ -44,7 +45,7 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
     }
   } catch (...) {
     weighted_backward_ = false;
-    if (callbacks.synchronises()) mark_failed();
+    callbacks.synchronises() ? mark_failed() : accumulated_.set_weight(before);
     throw;
   }
   weighted_backward_ = false;

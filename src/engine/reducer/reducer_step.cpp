@@ -15,6 +15,7 @@ namespace shoal {
 
 void Reducer::end_local_backward() {
   accumulated_.end_graphs(/*local=*/true);
+  if (accumulated_.weight()) accumulated_.note_values();
   if (!options_.leave_grad) accumulated_.hide();
 }
 

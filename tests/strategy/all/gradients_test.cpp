@@ -236,6 +236,37 @@ TEST_P(EveryStrategy, loops_of_any_order) {
   }
 }
 
+TEST_P(EveryStrategy, BEY04_micro_batches_that_zero_grad_drops_have_no_weight) {
+  for (const bool set_to_none : {true, false}) {
+    for (const bool of_module : {true, false}) {
+      auto model = net();
+      auto alone = net();
+      auto training = Training<NetImpl>::make<torch::optim::SGD>(GetParam(), model.ptr(), group(), sgd);
+      torch::optim::SGD optimizer(alone->parameters(), sgd);
+      const auto backward = [&](int64_t number) {
+        training.backward(training.forward(batch(group().rank(), number)).pow(2).sum(), 4);
+      };
+      for (int64_t step = 0; step < 3; ++step) {
+        {
+          const auto local = training.no_sync(true);
+          backward(10 + step);
+        }
+        of_module ? model->zero_grad(set_to_none) : training.optimizer().zero_grad(set_to_none);
+        backward(step);
+        training.step();
+        training.zero_grad();
+        for (int rank = 0; rank < group().size(); ++rank) {
+          (alone->forward(batch(rank, step)).pow(2).sum() / (4 * group().size())).backward();
+        }
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      EXPECT_LT(difference(model->parameters(), alone->parameters()), 1e-11)
+          << "set_to_none " << set_to_none << ", of the module " << of_module;
+    }
+  }
+}
+
 TEST_P(EveryStrategy, step_after_local_backwards_alone_is_refused_where_ranks_share_the_result) {
   for (const auto* word : {"l", "bsl", "bszl", "L"}) {
     Loop loop(GetParam());

@@ -4,6 +4,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
+#include <stdexcept>
+
 #include "shoal/error.h"
 #include "tests/support/models.h"
 #include "tests/support/world.h"
@@ -79,6 +81,23 @@ TEST(DdpWeight, BEY04_refuses_wrong_weights_and_mixtures) {
   parallel.abandon_step();
   model->zero_grad();
   parallel.backward(loss(), 4);
+}
+
+TEST(DdpWeight, BEY04_a_micro_batch_that_fails_has_no_weight) {
+  auto model = seeded(1);
+  DistributedDataParallel parallel(model, group());
+  {
+    const auto local = parallel.no_sync();
+    const auto output = parallel.forward(batch(group().rank(), 1));
+    output.register_hook([](const at::Tensor&) { throw std::runtime_error("a bad batch"); });
+    EXPECT_ANY_THROW(parallel.backward(output.pow(2).sum(), 4));
+  }
+  parallel.backward(parallel.forward(batch(group().rank(), 0)).pow(2).sum(), 4);
+  auto reference = seeded(1);
+  for (int rank = 0; rank < group().size(); ++rank) {
+    (reference->forward(batch(rank, 0)).pow(2).sum() / (4 * group().size())).backward();
+  }
+  EXPECT_LT(difference(test::gradients(*model), test::gradients(*reference)), 1e-12);
 }
 
 }  // namespace
