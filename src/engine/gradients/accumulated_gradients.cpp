@@ -19,6 +19,7 @@ AccumulatedGradients::AccumulatedGradients(const std::vector<Gradient>& gradient
       in_buckets_(options.in_buckets),
       everywhere_(options.everywhere),
       own_(gradients.size()),
+      means_(gradients.size()),
       sums_(gradients, buckets, options.about_sums),
       shown_(gradients.size()) {}
 
@@ -40,7 +41,10 @@ void AccumulatedGradients::adopt_changes() {
   bool some = false;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     some = some || own_.used[i];
-    own_.used[i] = own_.used[i] && gradients_[i].parameter.grad().defined();
+    const bool defined = gradients_[i].parameter.grad().defined();
+    own_.used[i] = own_.used[i] && defined;
+    means_[i] = means_[i] && defined;
+    if (own_.means[i].defined() && (!defined || has_zeros(i))) own_.means[i].reset();
   }
   if (own_.weight && some && !any_left([&](size_t i) { return !zeroed[i] && !(own_.nonzero && has_zeros(i)); })) {
     own_.weight.reset();
@@ -78,6 +82,18 @@ void AccumulatedGradients::leave_what_is_kept(size_t bucket) {
   if (!dropped || !(memory.kept_by_program(tensors) || memory.lost_memory())) return;
   buckets_.leave_memory(bucket);
   for (const auto place : inside) mutable_grad(memory.members()[place]).set_data(memory.view(place));
+}
+
+void AccumulatedGradients::keep_mean(size_t gradient) {
+  if (!means_[gradient] || own_.used[gradient]) return;
+  const auto& grad = gradients_[gradient].parameter.grad();
+  if (grad.defined() && !is_zero(grad)) own_.means[gradient] = grad.detach().clone();
+}
+
+at::Tensor AccumulatedGradients::mean(size_t gradient) const {
+  if (!means_[gradient]) return {};
+  const auto& grad = gradients_[gradient].parameter.grad();
+  return own_.used[gradient] || !grad.defined() ? own_.means[gradient] : grad.detach();
 }
 
 void AccumulatedGradients::note_arrival(size_t gradient) {
@@ -233,7 +249,8 @@ void AccumulatedGradients::prepare_sums(const std::string& who, const std::funct
 AccumulatedGradients::Left AccumulatedGradients::left() const {
   Left left{.weight = own_.weight};
   for (size_t i = 0; i < gradients_.size(); ++i) {
-    left.gradients[gradients_[i].parameter.unsafeGetTensorImpl()] = {sums_.left(i), own_.used[i]};
+    left.gradients[gradients_[i].parameter.unsafeGetTensorImpl()] = {sums_.left(i), own_.used[i], means_[i],
+                                                                     own_.means[i]};
   }
   return left;
 }
@@ -244,6 +261,8 @@ void AccumulatedGradients::resume(const Left& left, const std::function<bool(con
     const auto found = left.gradients.find(gradients_[i].parameter.unsafeGetTensorImpl());
     if (found == left.gradients.end()) continue;
     own_.used[i] = found->second.used && gradients_[i].parameter.grad().defined();
+    means_[i] = found->second.has_mean;
+    own_.means[i] = found->second.mean;
     lay_in_bucket(i);
     if (own_.used[i]) mark(i);
     sums_.resume(i, found->second.sum, keeps_whole(buckets_.of(i)));

@@ -49,6 +49,12 @@ class AccumulatedGradients {
   // Call before autograd adds to grad(). UsageError if grad() lies in memory that the program shares with other tensors, which
   // do not get the sums: where these do not reach every rank.
   void note_arriving(size_t gradient);
+  // The mean that earlier steps left in grad(), and every rank has. keep_mean(): call before autograd adds to it, where the step's
+  // sum may be scaled after the reduction. mean(): what the sum has of it, after the reduction; undefined: nothing.
+  void keep_mean(size_t gradient);
+  at::Tensor mean(size_t gradient) const;
+  void note_mean(size_t gradient) { means_[gradient] = true; }
+  bool has_mean(size_t gradient) const { return means_[gradient]; }
   // A backward reached the gradient. note_local(): it did so without synchronising.
   void note_arrival(size_t gradient);
   void note_local(size_t gradient);
@@ -84,6 +90,8 @@ class AccumulatedGradients {
     struct Sum {
       EarlierSums::Left sum{};
       bool used = false;
+      bool has_mean = false;
+      at::Tensor mean{};
     };
     std::unordered_map<const c10::TensorImpl*, Sum> gradients{};
     std::optional<double> weight{};
@@ -94,9 +102,10 @@ class AccumulatedGradients {
 
  private:
   struct Own {
-    explicit Own(size_t gradients) : used(gradients), came(gradients) {}
+    explicit Own(size_t gradients) : used(gradients), came(gradients), means(gradients) {}
     std::vector<bool> used;
     std::vector<bool> came;
+    std::vector<at::Tensor> means;  // see keep_mean()
     std::optional<double> weight{};
     bool nonzero = false;  // after the last local backward with a weight
   };
@@ -117,6 +126,7 @@ class AccumulatedGradients {
   bool in_buckets_;
   bool everywhere_;
   Own own_;
+  std::vector<bool> means_;  // by gradient: an earlier step has left a mean in grad()
   EarlierSums sums_;
   ShownGradients shown_;
   bool marked_ = false;

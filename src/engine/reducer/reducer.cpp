@@ -84,6 +84,7 @@ void Reducer::expect_backward() {
 void Reducer::arriving(size_t gradient) {
   const TimedScope scope(timeline_of(group_), "hook", steps_);
   accumulated_.note_arriving(gradient);
+  if (may_scale_sum() || buckets_.of(gradient).sparse()) accumulated_.keep_mean(gradient);
   accumulated_.sums().set_aside(gradient);
 }
 

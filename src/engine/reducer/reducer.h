@@ -218,6 +218,8 @@ class Reducer : private BackwardListener {
   void write(StepTrailer& trailer) const;
   bool has_dropped_forward() const { return step_->from == Step::From::backward && entry_.forwards.any_dropped(); }
   double scale() const;
+  // Whether this rank knows that the sum may be scaled after the reduction.
+  bool may_scale_sum() const { return accumulated_.weight() || (join_state_ && !join_state_->by_initial_size); }
   Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);
   void build_as_registered();
@@ -225,6 +227,8 @@ class Reducer : private BackwardListener {
   // reducer_deliver.cpp: delivery of means, memory of buckets, consumer
   void deliver_all(double weight);
   void deliver(size_t bucket, double weight);
+  void scale_sum(size_t bucket, double factor);
+  at::Tensor mean_in_sum(size_t gradient) const;
   void deliver_whole(size_t bucket);
   void leave_parts(size_t bucket);
   void deliver_sparse(size_t bucket);

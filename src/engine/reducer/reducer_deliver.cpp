@@ -29,12 +29,32 @@ void Reducer::deliver(size_t index, double weight) {
   if (const auto held = accumulated_.sums().take_held(index); held.defined()) sum.add_(held);
   const double factor = group_.size() / weight;
   // A weight of zero means that no rank had a sample; the sum is zero already.
-  if (factor != 1.0 && weight > 0) sum.mul_(factor);
+  if (factor != 1.0 && weight > 0) scale_sum(index, factor);
   if (options_.leave_grad && bucket.kept_range().size() == bucket.payload_numel()) {
     deliver_whole(index);
     return;
   }
   leave_parts(index);
+}
+
+// What earlier steps left in grad() is a mean already.
+void Reducer::scale_sum(size_t index, double factor) {
+  const auto& bucket = buckets_[index];
+  const auto add_means = [&](double sign) {
+    for (size_t place = 0; place < bucket.members().size(); ++place) {
+      const auto mean = mean_in_sum(bucket.members()[place]);
+      if (mean.defined()) at::Tensor(bucket.view(place)).add_(mean.is_sparse() ? mean.to_dense() : mean, sign);
+    }
+  };
+  add_means(-1);
+  bucket.kept().mul_(factor);
+  add_means(1);
+}
+
+// The sum has it where grad() was in the bucket and this rank's backward did not reach it, too.
+at::Tensor Reducer::mean_in_sum(size_t gradient) const {
+  const auto& untouched = step_->untouched[gradient];
+  return untouched.defined() && accumulated_.has_mean(gradient) ? untouched : accumulated_.mean(gradient);
 }
 
 // Restores gradients that no rank used.
@@ -63,6 +83,7 @@ void Reducer::deliver_whole(size_t index) {
     } else {
       accumulated_.leave_mean(member, view);
     }
+    if (sum && reduction_->plan().everywhere()) accumulated_.note_mean(member);
   }
 }
 
@@ -72,6 +93,10 @@ void Reducer::deliver_sparse(size_t index) {
   if (result.present > 0) {
     step_->used_anywhere[member] = step_->came_anywhere[member] = true;
     if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
+    const double shares = static_cast<double>(result.present) / result.weight;
+    if (const auto mean = accumulated_.mean(member); mean.defined() && shares != 1 && result.weight > 0) {
+      result.sum = result.sum.add(mean, 1 - shares);
+    }
   }
   if (!reduction_->plan().everywhere()) {
     if (reduction_->plan().keeps_whole(buckets_[index], reduction_->plan().place(group_.rank()))) {
@@ -81,6 +106,7 @@ void Reducer::deliver_sparse(size_t index) {
     }
   } else if (result.present > 0) {
     gradients_[member].parameter.mutable_grad() = result.sum;
+    accumulated_.note_mean(member);
   }
 }
 

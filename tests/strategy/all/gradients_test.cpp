@@ -267,6 +267,37 @@ TEST_P(EveryStrategy, BEY04_micro_batches_that_zero_grad_drops_have_no_weight) {
   }
 }
 
+// The second backward leaves a layer out, and the third has a micro-batch under no_sync before it.
+TEST_P(EveryStrategy, BEY04_weighted_means_add_up_without_zero_grad) {
+  auto model = net();
+  auto alone = net();
+  auto training = Training<NetImpl>::make<torch::optim::SGD>(GetParam(), model.ptr(), group(), sgd,
+                                                             {.find_unused_parameters = true, .bucket_mb = 0.0003});
+  torch::optim::SGD optimizer(alone->parameters(), sgd);
+  const auto backward = [&](int64_t number) {
+    training.backward(training.forward(batch(group().rank(), number)).pow(2).sum(), group().rank() + 1);
+  };
+  const auto backward_alone = [&](int64_t number, int micros) {
+    const double weight = micros * group().size() * (group().size() + 1) / 2.0;
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (alone->forward(batch(rank, number)).pow(2).sum() / weight).backward();
+    }
+  };
+  for (int64_t step = 0; step < 3; ++step) {
+    if (step == 2) {
+      const auto local = training.no_sync(true);
+      backward(10);
+      backward_alone(10, 2);
+    }
+    model->leave_out = alone->leave_out = step == 1;
+    backward(step);
+    backward_alone(step, step == 2 ? 2 : 1);
+  }
+  training.step();
+  optimizer.step();
+  EXPECT_LT(difference(model->parameters(), alone->parameters()), 1e-11);
+}
+
 TEST_P(EveryStrategy, step_after_local_backwards_alone_is_refused_where_ranks_share_the_result) {
   for (const auto* word : {"l", "bsl", "bszl", "L"}) {
     Loop loop(GetParam());

@@ -126,6 +126,27 @@ TEST_P(JoinStrategies, BEY03_a_rank_may_run_out_between_micro_batches) {
   }
 }
 
+TEST_P(JoinStrategies, BEY03_gradients_add_up_over_steps_of_different_ranks) {
+  for (const bool by_initial : {true, false}) {
+    auto training = make(GetParam());
+    Join join({training}, {.divide_by_initial_world_size = by_initial});
+    auto model = seeded(3);
+    torch::optim::SGD optimizer(model->parameters(), sgd);
+    for (int64_t step = 0; join.next(step < five_and_rank(group().rank())); ++step) {
+      pass(training, join, step);
+      int took_part = 0;
+      for (int rank = 0; rank < group().size(); ++rank) took_part += step < five_and_rank(rank) ? 1 : 0;
+      for (int rank = 0; rank < group().size(); ++rank) {
+        if (step >= five_and_rank(rank)) continue;
+        (mean_loss(model->forward(batch(rank, step))) / (by_initial ? group().size() : took_part)).backward();
+      }
+    }
+    training.step();
+    optimizer.step();
+    EXPECT_LT(difference(training.model->parameters(), model->parameters()), 1e-12) << "by initial: " << by_initial;
+  }
+}
+
 TEST_P(JoinStrategies, BEY03_all_stop_when_the_first_runs_out) {
   auto training = make(GetParam());
   {

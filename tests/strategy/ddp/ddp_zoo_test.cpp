@@ -101,5 +101,21 @@ TEST(DdpZoo, DDP14_sparse_gradients_are_reduced_as_sparse) {
   }
 }
 
+TEST(DdpZoo, DDP14_sparse_means_add_up_without_zero_grad) {
+  auto model = std::make_shared<SparseImpl>(true);
+  DistributedDataParallel parallel(model, group());
+  SparseImpl reference(false);
+  const auto rank = group().rank();
+  const auto indices = [](int of, int64_t step) { return at::tensor({of, static_cast<int>(step), 7}, at::kLong); };
+  for (int64_t step = 0; step < 3; ++step) {
+    const int ranks = step == 1 ? 1 : group().size();  // that have samples
+    const auto loss = parallel.forward(indices(rank, step));
+    rank < ranks ? parallel.backward(loss, 3) : parallel.backward(at::Tensor(), 0);
+    for (int of = 0; of < ranks; ++of) (reference.forward(indices(of, step)) / (3 * ranks)).backward();
+    EXPECT_LT(difference({model->table->weight.grad().to_dense()}, {reference.table->weight.grad()}), 1e-12);
+    EXPECT_LT(difference({model->linear->weight.grad()}, {reference.linear->weight.grad()}), 1e-12);
+  }
+}
+
 }  // namespace
 }  // namespace shoal::ddp_zoo_test
