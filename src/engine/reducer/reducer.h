@@ -90,8 +90,8 @@ class Reducer : private BackwardListener {
   // Throws the last step's pending error: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
   void note_forward() { tracker_.note_forward(); }
-  // After a forward that has entered a step. See BackwardTracker and DroppedForwards.
-  // trains: whether the module is in training mode; one that is evaluated on some ranks needs no backward.
+  // After a forward that builds a graph, outside no_sync. See BackwardTracker and DroppedForwards.
+  // trains: whether it has entered a step in training mode; a module that is evaluated on some ranks needs no backward.
   void inspect(const std::vector<at::Tensor>& outputs, bool trains) {
     tracker_.inspect(outputs, trains ? entry_.forwards.note(outputs) : nullptr);
   }

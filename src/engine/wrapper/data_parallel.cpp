@@ -201,6 +201,7 @@ void DataParallelCore::before_forward() {
   state.reducer->check_last_step();
   auto& reducer = *state.reducer;
   state.buffers.before_forward(state.group, state.tensors.buffers, reducer.lead(), reducer.step());
+  if (state.tensors.trainable().empty()) return;  // no step: peers wait for nothing
   reducer.expect_backward();
   state.entered = true;
   reducer.clock().mark(StepClock::forward_begins, reducer.step());
@@ -210,11 +211,11 @@ void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   const NormalMode outside;
   const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
   if (torch::GradMode::is_enabled()) state_->reducer->note_forward();
-  if (synchronises) state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
+  if (state_->entered) state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
   end_pass(torch::GradMode::is_enabled());
   if (!synchronises) return;
   state_->buffers.after_forward();
-  state_->reducer->inspect(outputs, state_->module->is_training());
+  state_->reducer->inspect(outputs, state_->entered && state_->module->is_training());
 }
 
 void DataParallelCore::forward_failed() {

@@ -234,6 +234,32 @@ TEST(DdpIdioms, BEY10_an_evaluation_that_fails_is_no_fault_of_the_step) {
   }
 }
 
+TEST(DdpIdioms, BEY10_a_forward_that_fails_while_all_is_frozen_is_no_fault_of_a_step) {
+  for (const auto* strategy : {"ddp", "zero2"}) {
+    auto training = Training<MlpImpl>::make<torch::optim::SGD>(strategy, seeded(1).ptr(), group(),
+                                                               torch::optim::SGDOptions(0.1).momentum(0.9));
+    const auto set_trainable = [&](bool trainable) {
+      for (auto& parameter : training.model->parameters()) parameter.requires_grad_(trainable);
+    };
+    for (int64_t step = 0; step < 3; ++step) {
+      set_trainable(false);
+      const bool fails = group().rank() == 0;
+      const auto x = fails ? at::zeros({4, 7}, at::kDouble) : batch(group().rank(), step + 50);
+      const auto forward = [&] { training.forward(at::Tensor(x).requires_grad_()); };
+      if (fails) {
+        EXPECT_ANY_THROW(forward());
+      } else {
+        forward();
+      }
+      set_trainable(true);
+      mean_loss(training.forward(batch(group().rank(), step))).backward();
+      training.step();
+      training.zero_grad();
+    }
+    EXPECT_EQ(training.logging_data().steps, 3) << strategy;
+  }
+}
+
 struct SilentImpl : torch::nn::Module {
   SilentImpl() { inner = register_module("inner", Mlp()); }
   void forward(const at::Tensor& x) { loss = mean_loss(inner(x)); }
