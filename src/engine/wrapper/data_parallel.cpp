@@ -36,6 +36,24 @@ void widen(std::vector<Gradient>& gradients) {
 
 namespace {
 
+// Scope in which gradients that no parameter has at present can be hooked; they may have one in the next step.
+class Unfrozen {
+ public:
+  explicit Unfrozen(const std::vector<Gradient>& gradients) {
+    for (const auto& gradient : gradients) {
+      if (!gradient.parameter.requires_grad()) frozen_.push_back(gradient.parameter.set_requires_grad(true));
+    }
+  }
+  ~Unfrozen() {
+    for (const auto& parameter : frozen_) parameter.set_requires_grad(false);
+  }
+  Unfrozen(const Unfrozen&) = delete;
+  Unfrozen& operator=(const Unfrozen&) = delete;
+
+ private:
+  std::vector<at::Tensor> frozen_;
+};
+
 std::vector<at::Tensor> all_but(const torch::nn::Module& module, const std::vector<NamedTensor>& excepted) {
   auto list = module.buffers();
   for (const auto& parameter : module.parameters()) {
@@ -119,7 +137,10 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   consumer = options.consumer;
   reducer.reset();  // destroy the old reducer first, because its hooks are on the same parameters
   if (options.consumer) require_usable(tensors, options.name_of_consumer, OtherWrappers::refused);
-  reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(reduction));
+  {
+    const Unfrozen hooked(gradients);
+    reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(reduction));
+  }
   reducer->count_from(steps);
   reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
   reducer->callbacks.before_backward = [this] {
@@ -131,6 +152,26 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   // Called late if a forward failed, or was never called.
   reducer->callbacks.before_writing = [this] { buffers.after_forward(); };
   reducer->callbacks.before_waiting = [this] { buffers.complete(); };
+}
+
+// Micro-batches may have left gradients of what is frozen now on some ranks: the next step reduces those, too.
+void DataParallelCore::State::refresh_reducer() {
+  const auto left = reducer->left();
+  std::vector<int> flags;
+  for (const auto& entry : tensors.parameters) {
+    const auto found = left.gradients.find(entry.tensor.unsafeGetTensorImpl());
+    flags.push_back(!entry.tensor.requires_grad() && found != left.gradients.end() && found->second.used ? 1 : 0);
+  }
+  const auto anywhere = at::tensor(flags, at::kInt);
+  group.all_reduce(anywhere, ReduceOp::max, {reducer->step(), -1, "gradients left of frozen parameters"}).wait();
+  std::vector<NamedTensor> frozen;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    if (anywhere.data_ptr<int>()[i] != 0) frozen.push_back(tensors.parameters[i]);
+  }
+  left_over.reset();
+  if (!frozen.empty()) left_over = reducer->step();
+  remake_reducer(consumer, frozen);
+  reducer->resume(left);
 }
 
 void DataParallelCore::before_backward(std::function<void()> listener) {
@@ -160,12 +201,13 @@ DataParallelCore::~DataParallelCore() {
 // throw.
 void DataParallelCore::adopt_changes(bool training) {
   auto& state = *state_;
-  if (!training || state.no_sync_depth > 0 || !state.watch.changed()) return;
+  const bool reduced = state.left_over && *state.left_over < state.reducer->step();
+  if (!training || state.no_sync_depth > 0 || !(reduced || state.watch.changed())) return;
   // All parameters may be frozen for a while, such as a GAN's critic in the generator's step. There is nothing to
   // reduce then, and the reducer keeps its state.
   if (state.tensors.trainable().empty()) return;
   std::vector<ChangedValue> values;
-  bool other_kind = false;
+  bool other_kind = reduced;
   for (size_t i = 0; i < state.tensors.parameters.size(); ++i) {
     const auto& entry = state.tensors.parameters[i];
     other_kind = other_kind || state.watch.other_kind(i) || state.watch.trainable_changed(i);
@@ -174,7 +216,7 @@ void DataParallelCore::adopt_changes(bool training) {
   }
   if (other_kind) agree(state.group, "the model, whose parameters have changed", state.tensors.describe());
   if (!values.empty()) agree_on_values(state.group, values);
-  if (other_kind && state.remake_reducer) state.remake_reducer(state.consumer);
+  if (other_kind && state.remake_reducer) state.refresh_reducer();
   state.watch.note();
 }
 

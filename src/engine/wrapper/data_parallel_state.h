@@ -22,8 +22,10 @@ struct DataParallelCore::State {
   KnownModule known{};
   ParameterWatch watch{};  // changes of parameters since they were wrapped or last checked
   std::shared_ptr<Reducer> reducer{};
-  // Set by strategies that can replace their reducer.
-  std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};
+  // Set by strategies that can replace their reducer. frozen: parameters whose gradients it reduces, beside the trainable ones.
+  std::function<void(const std::shared_ptr<GradientConsumer>&, const std::vector<NamedTensor>& frozen)>
+      remake_reducer{};
+  std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
   std::shared_ptr<GradientConsumer> consumer{};  // of the present reducer
   std::function<void()> before_backward{};       // see ReducerCallbacks; empty: nothing
   std::optional<double> share{};                 // see ReducerCallbacks
@@ -38,6 +40,8 @@ struct DataParallelCore::State {
   // Creates the reducer, or replaces it.
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
                     std::unique_ptr<GradientReduction> reduction);
+  // Replaces the reducer after parameters were frozen, unfrozen or converted. Collective.
+  void refresh_reducer();
 };
 
 // What of a module and the hook of its reducer keeps the present group, for errors.

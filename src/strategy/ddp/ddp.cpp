@@ -53,8 +53,9 @@ std::string buffer_hook_of(const DistributedDataParallelOptions& options) {
 
 // With a consumer, one bucket is being reduced while the next one fills.
 void make_reducer(DataParallelCore::State& state, const DistributedDataParallelOptions& options,
-                  const std::shared_ptr<GradientConsumer>& consumer) {
+                  const std::shared_ptr<GradientConsumer>& consumer, const std::vector<NamedTensor>& frozen) {
   auto gradients = gradients_of(state.tensors);
+  for (const auto& entry : frozen) gradients.push_back({entry.name, entry.tensor, entry.sparse_gradient});
   if (options.grad_reduce_in_fp32) widen(gradients);
   auto reduction =
       with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*consumed=*/consumer != nullptr),
@@ -94,8 +95,10 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
                      {"communication_hook", options.communication_hook ? options.communication_hook->name() : "none"},
                      {"buffer_hook", buffer_hook_of(options)},
                      {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
-  state->remake_reducer = [to = state.get(), options](const auto& consumer) { make_reducer(*to, options, consumer); };
-  state->remake_reducer(nullptr);
+  state->remake_reducer = [to = state.get(), options](const auto& consumer, const auto& frozen) {
+    make_reducer(*to, options, consumer, frozen);
+  };
+  state->remake_reducer(nullptr, {});
   return state;
 }
 
@@ -130,7 +133,7 @@ void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer&
 
 void DistributedDataParallelCore::use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer) {
   if (step() > 0) throw UsageError("OptimizerInBackward: construct it before the first step");
-  state().remake_reducer(consumer);
+  state().remake_reducer(consumer, {});
 }
 
 void DistributedDataParallelCore::require_regroupable() const {
@@ -147,7 +150,8 @@ void DistributedDataParallelCore::regroup(const Group& group, int64_t step, bool
   if (moved || now.group.size() == 1) now.watch.note();
   now.group = group;
   now.entered = false;
-  now.remake_reducer(nullptr);
+  now.left_over.reset();
+  now.remake_reducer(nullptr, {});
   if (auto* hook = now.reducer->reduction().hook()) hook->reset();
   now.reducer->count_from(step);
   // In the first step, some ranks may have learnt an order and others not.

@@ -61,24 +61,6 @@ void check_devices(const ModuleTensors& tensors) {
                   fmt::join(list, ", ")));
 }
 
-// A gradient that no parameter has at present is hooked as well; it may have one in the next step.
-class Unfrozen {
- public:
-  explicit Unfrozen(const std::vector<Gradient>& gradients) {
-    for (const auto& gradient : gradients) {
-      if (!gradient.parameter.requires_grad()) frozen_.push_back(gradient.parameter.set_requires_grad(true));
-    }
-  }
-  ~Unfrozen() {
-    for (const auto& parameter : frozen_) parameter.set_requires_grad(false);
-  }
-  Unfrozen(const Unfrozen&) = delete;
-  Unfrozen& operator=(const Unfrozen&) = delete;
-
- private:
-  std::vector<at::Tensor> frozen_;
-};
-
 std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owners, const ShardGroups& groups) {
   std::vector<int64_t> shares(static_cast<size_t>(groups.owners));
   int64_t model = 0;
@@ -290,18 +272,15 @@ void ShardedDataParallelCore::share() {
   }
   const auto caps = sharded_bucket_caps(gradients, options, groups.owners, groups.all.size() == 1, small);
   auto reduction = with_hook(reduce_to_owners(groups, caps, owners), hook, gradients, "ShardedDataParallel");
-  {
-    const Unfrozen hooked(gradients);
-    state.make_reducer(
-        std::move(gradients),
-        {.find_unused_parameters = options.find_unused_parameters,
-         .about_sums =
-             "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
-             "clip_grad_norm() of OSS, unscale it by OSS's step(scaler) (in Python with shoal.amp.GradScaler), read it "
-             "on that rank, drop it with zero_grad(), update with OSS",
-         .limits = bucket_limits(small)},
-        std::move(reduction));
-  }
+  state.make_reducer(
+      std::move(gradients),
+      {.find_unused_parameters = options.find_unused_parameters,
+       .about_sums =
+           "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
+           "clip_grad_norm() of OSS, unscale it by OSS's step(scaler) (in Python with shoal.amp.GradScaler), read it "
+           "on that rank, drop it with zero_grad(), update with OSS",
+       .limits = bucket_limits(small)},
+      std::move(reduction));
   move_sums(groups.shard, *state.reducer, old_owners, sharding_->owners, left);
   state.reducer->resume(left);
   sharding_->times_shared = times_shared();

@@ -326,6 +326,40 @@ TEST_P(ReplacedTensors, a_parameter_may_be_frozen) {
   EXPECT_TRUE(at::equal(training.model->third->bias.detach(), frozen));
 }
 
+TEST_P(ReplacedTensors, BEY04_a_parameter_frozen_between_micro_batches_has_what_they_gave) {
+  for (const bool weighted : {false, true}) {
+    auto training = training_of(std::make_shared<NetImpl>(1));
+    OneProcess one(1);
+    const auto set_trainable = [&](bool trainable) {
+      for (auto* net : {training.model.get(), one.net.get()}) net->second->weight.requires_grad_(trainable);
+    };
+    const auto backward = [&](int64_t number, int micros) {
+      const auto loss = mean_loss(training.forward(batch(group().rank(), number)));
+      weighted ? training.backward(loss * 4, 4) : loss.backward();
+      for (int rank = 0; rank < group().size(); ++rank) {
+        (mean_loss(one.net->forward(batch(rank, number))) / group().size() / (weighted ? micros : 1)).backward();
+      }
+    };
+    for (int64_t step = 0; step < 4; ++step) {
+      training.optimizer().zero_grad();
+      training.zero_grad();
+      one.optimizer.zero_grad();
+      {
+        const auto local = training.no_sync(true);
+        backward(10 + step, 2);
+      }
+      set_trainable(false);
+      backward(step, 2);
+      if (step == 2) backward(20, 1);  // nothing is left by now
+      set_trainable(true);
+      training.step();
+      one.optimizer.step();
+      ASSERT_LT(difference(training.model->parameters(), one.net->parameters()), 1e-10)
+          << "weighted " << weighted << ", step " << step;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, ReplacedTensors,
                          testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads", "fsdp",
                                          "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"),
