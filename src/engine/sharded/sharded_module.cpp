@@ -12,10 +12,16 @@
 namespace shoal {
 namespace {
 
-// Takes over elements that differ from the rounded copy; others keep the copy's precision.
-void take_written(const at::Tensor& elements, const at::Tensor& exact) {
-  const auto written = elements != exact.to(elements.scalar_type());
-  exact.copy_(at::where(written, elements.to(exact.scalar_type()), exact));
+// Takes over elements that differ from the rounded copy; others keep the copy's precision. Part by part, because what is
+// compared takes memory, too.
+void take_written(const at::Tensor& elements, const at::Tensor& copy) {
+  constexpr int64_t at_once = int64_t{1} << 20;
+  const auto exact = copy.detach().split(at_once);
+  const auto now = elements.split(at_once);
+  for (size_t i = 0; i < exact.size(); ++i) {
+    const auto written = now[i] != exact[i].to(now[i].scalar_type());
+    exact[i].copy_(at::where(written, now[i].to(exact[i].scalar_type()), exact[i]));
+  }
 }
 
 }  // namespace
@@ -223,7 +229,7 @@ void ShardedModule::adopt_changes(const Label& label) {
     values.push_back({replicated_.names[i], digest_of(replicated_.watch.parameters()[i])});
   }
   agree_on_values(reducer_->group(), values);
-  refresh_copies(changed_pieces, changed_frozen, /*replaced=*/true);
+  refresh_copies(changed_pieces, changed_frozen, /*in_other_dtype=*/true);
   for (size_t number = 0; number < gathers_.size(); ++number) {
     if (!changed_pieces[number].empty()) gathers_[number]->adopt(label);
   }
@@ -231,22 +237,24 @@ void ShardedModule::adopt_changes(const Label& label) {
     if (!changed_frozen[number].empty()) frozen_[number].gather->adopt(label);
   }
   replicated_.watch.note();
-  refresh_copies(changed_pieces, changed_frozen, /*replaced=*/false);
+  refresh_copies(changed_pieces, changed_frozen, /*in_other_dtype=*/false);
 }
 
-// The float32 copies of parameters that have other values: of those in other memory, which may hold more than their own
-// bits, while they are there; then of those that were written where they lie.
+// The float32 copies of parameters that have other values: of those in another dtype, which may hold more than their own
+// bits, while they are there; then of all. A write is noticed of a whole parameter or page, most of which may be as it
+// was, and a load may give a parameter what its copy rounds to.
 void ShardedModule::refresh_copies(const std::vector<std::vector<size_t>>& changed,
-                                   const std::vector<std::vector<size_t>>& changed_frozen, bool replaced) {
+                                   const std::vector<std::vector<size_t>>& changed_frozen, bool in_other_dtype) {
   const auto refresh = [&](const ParameterWatch& watch, size_t number, const Slice& slice, const at::Tensor& elements,
-                           at::Tensor exact) {
-    if (replaced && watch.changed(number)) {
+                           const at::Tensor& exact) {
+    if (!in_other_dtype) {
+      take_written(elements, exact);
+    } else if (watch.other_floating_dtype(number)) {
       const auto& parameter = watch.parameters()[number];
       auto values =
           at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
-      exact.copy_(in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
-    } else if (!replaced && !at::equal(exact.to(elements.scalar_type()), elements)) {
-      exact.copy_(elements);  // a page is noticed as a whole: most of it may be as it was
+      exact.detach().copy_(
+          in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
     }
   };
   const auto holds = [](const std::vector<size_t>& list, size_t piece) {

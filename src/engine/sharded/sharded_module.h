@@ -147,7 +147,7 @@ class ShardedModule {
   void await(size_t bucket);
   bool changed() const;
   void refresh_copies(const std::vector<std::vector<size_t>>& changed,
-                      const std::vector<std::vector<size_t>>& changed_frozen, bool replaced);
+                      const std::vector<std::vector<size_t>>& changed_frozen, bool in_other_dtype);
 
   Group shard_;
   std::shared_ptr<Reducer> reducer_;

@@ -372,6 +372,9 @@ void expect_copies_follow(const Make& make, const Parameters& parameters_of, at:
     for (const int64_t step : {0, 2}) {
       SCOPED_TRACE((in_place ? "in place, step " : "loaded, step ") + std::to_string(step));
       const auto loaded = std::make_shared<NetImpl>(5, file);
+      for (auto& parameter : loaded->parameters()) {  // no copy rounds to any of them by chance, and would stay
+        parameter.data().add_(parameter.data().sign(), 0.75);
+      }
       auto one = make(std::make_shared<NetImpl>(1, file));
       for (int64_t i = 0; i < step; ++i) one->train(i);
       auto& net = *one->model();
@@ -403,6 +406,21 @@ void expect_copies_follow(const Make& make, const Parameters& parameters_of, at:
   }
 }
 
+// A write is noticed of a whole parameter or more.
+template <class Training, class Parameters>
+void expect_unwritten_copies_stay(Training& training, const Parameters& parameters_of) {
+  for (int64_t step = 0; step < 2; ++step) training.train(step);
+  const auto before = parameters_of(training);
+  {
+    const torch::NoGradGuard no_grad;
+    training.model()->second->weight.data().view({-1}).narrow(0, 3, 1).fill_(2);
+  }
+  const auto after = parameters_of(training);
+  int64_t changed = 0;
+  for (size_t i = 0; i < before.size(); ++i) changed += (before[i] != after[i]).sum().template item<int64_t>();
+  EXPECT_EQ(changed, 1);
+}
+
 struct Megatron16 {
   Megatron16(std::shared_ptr<NetImpl> net, bool in_grads, bool overlap)
       : net_(std::move(net)),
@@ -417,6 +435,7 @@ struct Megatron16 {
     optimizer_.step();
   }
   OptimizerState state() { return optimizer_.state_dict(); }
+  void load(const OptimizerState& state) { optimizer_.load_state_dict(state); }
 
  private:
   std::shared_ptr<NetImpl> net_;
@@ -441,6 +460,33 @@ TEST(ReplacedTensors16, megatron_copies_follow) {
   }
 }
 
+TEST(ReplacedTensors16, megatron_copies_of_what_was_not_written_stay_exact) {
+  for (const bool in_grads : {false, true}) {
+    SCOPED_TRACE(in_grads ? "in gradients" : "in parameters");
+    Megatron16 training(std::make_shared<NetImpl>(1, at::kBFloat16), in_grads, /*overlap=*/false);
+    expect_unwritten_copies_stay(training, &mains);
+  }
+}
+
+TEST(ReplacedTensors16, megatron_copies_are_restored_whether_the_model_is_loaded_before_or_after) {
+  for (const bool in_grads : {false, true}) {
+    for (const bool model_first : {false, true}) {
+      SCOPED_TRACE(std::string(in_grads ? "in gradients" : "in parameters") + (model_first ? ", model first" : ""));
+      Megatron16 training(std::make_shared<NetImpl>(1, at::kBFloat16), in_grads, /*overlap=*/false);
+      for (int64_t step = 0; step < 2; ++step) training.train(step);
+      const auto state = training.state();
+      const auto expected = mains(training);
+      std::vector<at::Tensor> values;
+      for (const auto& parameter : training.model()->parameters()) values.push_back(parameter.detach().clone());
+      for (int64_t step = 2; step < 4; ++step) training.train(step);
+      if (!model_first) training.load(state);
+      for (size_t i = 0; i < values.size(); ++i) training.model()->parameters()[i].set_data(values[i].clone());
+      if (model_first) training.load(state);
+      EXPECT_EQ(difference(mains(training), expected), 0);
+    }
+  }
+}
+
 struct Fsdp16 {
   explicit Fsdp16(const std::shared_ptr<NetImpl>& net)
       : parallel_(net, group(), {.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>(), .param_dtype = at::kBFloat16}),
@@ -458,15 +504,21 @@ struct Fsdp16 {
   FullyShardedOptimizer<SGD> optimizer_;
 };
 
+std::vector<at::Tensor> whole_values(Fsdp16& training) {
+  std::vector<at::Tensor> list;
+  for (auto& [name, value] : training.state()) list.push_back(value);
+  return list;
+}
+
 // A float32 file gives the copies full precision.
 TEST(ReplacedTensors16, fsdp_copies_follow) {
-  const auto parameters_of = [](Fsdp16& training) {
-    std::vector<at::Tensor> list;
-    for (auto& [name, value] : training.state()) list.push_back(value);
-    return list;
-  };
-  expect_copies_follow([](const std::shared_ptr<NetImpl>& net) { return std::make_unique<Fsdp16>(net); }, parameters_of,
+  expect_copies_follow([](const std::shared_ptr<NetImpl>& net) { return std::make_unique<Fsdp16>(net); }, &whole_values,
                        at::kFloat, 0);
+}
+
+TEST(ReplacedTensors16, fsdp_copies_of_what_was_not_written_stay_exact) {
+  Fsdp16 training(std::make_shared<NetImpl>(1, at::kFloat));
+  expect_unwritten_copies_stay(training, &whole_values);
 }
 
 OptimizerOfNamed sgd_of_named() {
