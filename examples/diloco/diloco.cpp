@@ -83,7 +83,7 @@ int main(int argc, char** argv) {
   }
   const double sent = double(world.group().statistics().bytes - bytes_before);
 
-  const auto mean = local.mean_parameters();  // what to evaluate and to save
+  const auto mean = local.mean_parameters();  // what to evaluate, and to give to save_module()
   const torch::NoGradGuard no_grad;
   const double held_out_loss = loss_of(model, windows.slice(0, -held_out)).item<double>();
   std::printf("rank %d: loss of held-out text %.6f\n", world.rank(), held_out_loss);

@@ -94,7 +94,7 @@ class MeanParameters {
 //     local.step();
 //     local.zero_grad();
 //   }
-//   const auto mean = local.mean_parameters();  // what to evaluate and to save
+//   const auto mean = local.mean_parameters();  // what to evaluate, and to give to save_module()
 //
 // step() runs optimizer.step() and, if one is due, an exchange: one all-reduce of a part of the parameters per dtype
 // and device. With a delay, it overlaps with the following steps. Gradients are this rank's own: clip and unscale them
@@ -147,7 +147,8 @@ class LocalUpdates {
   // Calls the optimizer's zero_grad(). During the warm-up it also ends a backward that has failed on this rank.
   void zero_grad(bool set_to_none = true);
 
-  // Scope with the mean of the ranks' parameters. Exchanges in flight continue. Collective.
+  // Scope with the mean of the ranks' parameters, to evaluate, and for save_module() and torch::save. Steps and
+  // checkpoints in it are UsageErrors; a checkpoint has the mean, too. Exchanges in flight continue. Collective.
   [[nodiscard]] MeanParameters mean_parameters();
 
   int64_t steps() const;  // number of steps so far, including the warm-up

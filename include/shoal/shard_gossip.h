@@ -54,9 +54,10 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void pass();
   // Sets the parameters of all hosts to their mean, bit-equal on all hosts. Collective over all ranks of all hosts.
   void global_avg();
-  // hold_mean() replaces the parameters by the mean over hosts, to be read or saved, until hold_own() restores them; a
-  // step between them is a UsageError. Published values are unchanged, so training continues as if nothing had happened.
-  // Both are collective over all ranks of all hosts.
+  // hold_mean() replaces the parameters by the mean over hosts, to be read or given to save_module(), until hold_own()
+  // restores them; a step and a checkpoint between them are UsageErrors. A checkpoint has the mean, too. Published
+  // values are unchanged, so training continues as if nothing had happened. Both are collective over all ranks of all
+  // hosts.
   void hold_mean();
   void hold_own();
   // Consensus distance sqrt(mean over hosts of |x_i - x|^2), where x is the mean of the hosts' parameters x_i.

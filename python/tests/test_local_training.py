@@ -330,6 +330,39 @@ def test_BEY22_a_step_in_the_scope_of_the_mean_is_an_error():
     on_ranks(trains)
 
 
+def test_BEY22_checkpoints_in_the_scope_of_the_mean_are_errors_and_have_it_outside(tmp_path):
+    def trains(rank):
+        net = torch.nn.Linear(3, 1)
+        optimizer = shoal.optim.LocalUpdates(net, torch.optim.SGD(net.parameters(), lr=0.1), every=9)
+        training = shoal.checkpoint.TrainingState(optimizer)
+        (net(torch.ones(2, 3)).sum() * (rank + 1)).backward()
+        optimizer.step()
+        own = net.weight.detach().clone()
+        shoal.checkpoint.save(tmp_path / "run", training, step=1)
+        with optimizer.mean_parameters():
+            mean = net.weight.detach().clone()
+            for use in (
+                lambda: shoal.checkpoint.save(tmp_path / "run", training, step=2),
+                lambda: shoal.checkpoint.save_async(tmp_path / "run", training, step=2),
+                lambda: shoal.checkpoint.load_latest(tmp_path / "run", training),
+                lambda: shoal.checkpoint.load(tmp_path / "run", training, model_only=True),
+            ):
+                with pytest.raises(shoal.UsageError, match=r"checkpoint within a scope of mean_parameters\(\)"):
+                    use()
+            if rank == 0:
+                shoal.checkpoint.save_module(tmp_path / "mean.pt", net)
+        assert torch.equal(net.weight, own) and not torch.equal(own, mean)
+        for path in (tmp_path / "run", tmp_path / "mean.pt"):
+            dist.barrier()
+            alone = torch.nn.Linear(3, 1)
+            assert shoal.checkpoint.load_module(path, alone).step in (0, 1)
+            torch.testing.assert_close(alone.weight.detach(), mean)
+        assert shoal.checkpoint.load(tmp_path / "run", training).exact
+        assert torch.equal(net.weight, own)
+
+    on_ranks(trains)
+
+
 def test_DEC01_loaded_values_are_refused_until_they_are_averaged():
     def trains(rank):
         net = torch.nn.Linear(3, 1)

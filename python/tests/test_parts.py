@@ -113,6 +113,34 @@ def test_PY05_shard_gossip(ranks, transport):
     on_ranks(trains, ranks)
 
 
+def test_PY05_shard_gossip_has_no_checkpoints_while_it_shows_the_mean(tmp_path):
+    def trains(rank):
+        inside, across = shoal.distributed.host_groups(size=1)
+        net = torch.nn.Linear(3, 1)
+        model = shoal.nn.FullyShardedDataParallel(net, inside)
+        optimizer = shoal.optim.ShardGossipOptimizer(model, across, torch.optim.SGD, topology="complete", lr=0.1)
+        training = shoal.checkpoint.TrainingState(model, optimizer)
+        (model(torch.ones(2, 3)).sum() * (rank + 1)).backward()
+        optimizer.step()
+        own = model.full_state_dict()["weight"]
+        shoal.checkpoint.save(tmp_path, training, step=1)
+        with optimizer.mean_parameters():
+            mean = model.full_state_dict()["weight"]
+            with pytest.raises(shoal.UsageError, match=r"within mean_parameters\(\)"):
+                shoal.checkpoint.save(tmp_path, training, step=2)
+            with pytest.raises(shoal.UsageError, match=r"within mean_parameters\(\)"):
+                shoal.checkpoint.load(tmp_path, training)
+        assert not torch.equal(own, mean)
+        assert torch.equal(model.full_state_dict()["weight"], own)
+        alone = torch.nn.Linear(3, 1)
+        shoal.checkpoint.load_module(tmp_path, alone)
+        torch.testing.assert_close(alone.weight.detach(), mean)
+        assert shoal.checkpoint.load(tmp_path, training).exact
+        assert torch.equal(model.full_state_dict()["weight"], own)
+
+    on_ranks(trains)
+
+
 def test_PY05_shard_gossip_names_wrong_options():
     def refuses(rank):
         inside, across = shoal.distributed.host_groups(size=1)

@@ -128,8 +128,9 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def mean_parameters(self) -> Iterator[None]:
-        """Scope in which parameters hold the mean over ranks, to evaluate and to save; a step in it is an error. Collective,
-        after the same number of steps on all ranks."""
+        """Scope in which parameters hold the mean over ranks, to evaluate, and for the module's state_dict() and save_module();
+        steps and checkpoints in it are errors. A checkpoint has the mean, too. Collective, after the same number of steps on
+        all ranks."""
         scope = self._core.mean_parameters()
         try:
             yield

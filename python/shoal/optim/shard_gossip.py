@@ -48,7 +48,8 @@ class ShardGossipOptimizer(Gossip, FullyShardedOptimizer):
 
     @contextlib.contextmanager
     def mean_parameters(self) -> Iterator[None]:
-        """Scope in which parameters hold the mean over hosts, to evaluate and to save. Collective over all ranks."""
+        """Scope in which parameters hold the mean over hosts, to evaluate, and for the model's state_dict(); steps and
+        checkpoints in it are errors. A checkpoint has the mean, too. Collective over all ranks."""
         self._core.hold_mean()
         try:
             yield

@@ -55,6 +55,10 @@ class CheckpointSource {
   // equal values.
   virtual std::optional<Group> peers() { return std::nullopt; }
 
+  // Throws UsageError within a scope that shows other values than the training's and ends with those: a load would be
+  // lost, and a save would store what is shown. Not collective.
+  virtual void require_own_values() const {}
+
   virtual CarriedStates carried() { return {}; }
   // Called before view() is loaded to. Collective; throws on every rank.
   virtual void begin_load(const CarriedStates& past);

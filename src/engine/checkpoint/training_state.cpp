@@ -89,16 +89,26 @@ void SaveOptions::validate() const {
   if (!faults.empty()) throw UsageError("SaveOptions: " + faults.substr(0, faults.size() - 2));
 }
 
+namespace {
+
+// A position is that of a rank, and so is a scope.
+void require_saveable(CheckpointSource& source, const SaveOptions& options) {
+  on_all_ranks(source.group(), "checkpoint", [&] {
+    options.validate();
+    source.require_own_values();
+  });
+}
+
+}  // namespace
+
 void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options) {
-  // A position is that of a rank.
-  on_all_ranks(training.state().source->group(), "checkpoint", [&] { options.validate(); });
+  require_saveable(*training.state().source, options);
   auto& saver = training.state().saver_for(run, options);
   saver.save(training.state().contents(options));
 }
 
 void save_async(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options) {
-  // A position is that of a rank.
-  on_all_ranks(training.state().source->group(), "checkpoint", [&] { options.validate(); });
+  require_saveable(*training.state().source, options);
   auto& saver = training.state().saver_for(run, options);
   saver.save_async(training.state().contents(options));
 }
@@ -117,6 +127,7 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
   const auto peer = peers ? std::optional(peers->rank()) : std::nullopt;
   together([&] {
     // Checks before begin_load(), which may change the training.
+    source.require_own_values();
     TrainingLoader(reader, source.view(), peer, group, loaded.exact, options).check();
     if (!whole || index.rank_states.empty()) return;
     const auto& state = index.rank_states[same_ranks ? group.rank() : 0];

@@ -24,6 +24,15 @@ class LocalUpdatesSource : public CheckpointSource {
   Group group() override { return state_.group; }
   std::optional<Group> peers() override { return state_.group; }
 
+  void require_own_values() const override {
+    if (state_.means_shown == 0) return;
+    throw UsageError(
+        "LocalUpdates: a checkpoint within a scope of mean_parameters(), whose parameters are the mean over ranks and "
+        "go "
+        "back to this rank's own at its end: save and load outside of the scope. A checkpoint has the mean, too; "
+        "save_module() within the scope writes it alone");
+  }
+
   CheckpointView view() override {
     require_parameters_of(*state_.module, state_.optimizer);
     CheckpointView view;

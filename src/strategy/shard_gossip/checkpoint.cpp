@@ -40,6 +40,14 @@ class ShardGossipSource : public FullyShardedSource {
   Group group() override { return optimizer_.remaining(all_); }
   std::optional<Group> peers() override { return gossip_.mixing->remaining(); }
 
+  void require_own_values() const override {
+    if (!gossip_.holds_mean) return;
+    throw UsageError(
+        "ShardGossipOptimizer: a checkpoint between hold_mean() and hold_own() (in Python, within mean_parameters()), "
+        "where the parameters are the mean over hosts and go back to this host's own: save and load outside of that. A "
+        "checkpoint has the mean, too; save_module() of the full parameters meanwhile writes it alone");
+  }
+
   CarriedStates carried() override {
     auto all = FullyShardedSource::carried();
     all.own.values[gossip_entry] = {{"version", gossip_.mixing->version()}, {"mass", gossip_.mixing->mass()}};
