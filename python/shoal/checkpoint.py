@@ -112,6 +112,12 @@ class TrainingState:
 
 
 def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
+    for part in parts:
+        if isinstance(part._inner if isinstance(part, LocalUpdates) else part, torch.optim.LBFGS):
+            raise _C.UsageError(
+                "TrainingState: L-BFGS keeps lists in its state, and shoal saves tensors and numbers: use another optimizer, or save "
+                "the module alone, with shoal.checkpoint.save_module()"
+            )
     if len(parts) == 1:
         part = parts[0]
         if isinstance(part, (DistributedOptimizer, DecentralizedDataParallel)):

@@ -167,6 +167,33 @@ def test_PY06_an_optimizer_that_changes_its_own_options_is_refused():
     refused(run, "UsageError", "Counts keeps k in its param group")
 
 
+def test_PY07_state_of_lists_is_refused_by_the_optimizers_name(tmp_path):
+    class Remembers(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["seen"] = [1.0]
+            return super().step(closure)
+
+    def refuses(rank):
+        net = TwoParts()
+        model = shoal.nn.DistributedDataParallel(net)
+        lists = torch.optim.LBFGS(net.parameters())
+        other = TwoParts()
+        local = shoal.optim.LocalUpdates(other, torch.optim.LBFGS(other.parameters()), every=2)
+        for parts in ((model, lists), (local,)):
+            with pytest.raises(shoal.UsageError, match=r"TrainingState: L-BFGS keeps lists.*save_module\(\)"):
+                shoal.checkpoint.TrainingState(*parts)
+        optimizer = Remembers(net.parameters(), lr=0.1)
+        training = shoal.checkpoint.TrainingState(model, optimizer)
+        model(batch(0, rank)).sum().backward()
+        optimizer.step()
+        with pytest.raises(shoal.UsageError, match=r"state seen of the optimizer .*Remembers is a list.*save_module\(\)"):
+            shoal.checkpoint.save(tmp_path / "run", training)
+
+    on_ranks(refuses)
+
+
 def test_PY06_state_that_is_spread_is_not_read_or_set():
     def run(rank):
         net = TwoParts()

@@ -22,6 +22,14 @@ std::string kind_of(const py::handle& number) {
   return py::isinstance<py::int_>(number) ? "int" : "float";
 }
 
+// "AdamW" for torch.optim's classes; other names are complete.
+std::string class_of(const py::object& optimizer) {
+  const auto kind = py::type::of(optimizer);
+  const auto module = py::str(kind.attr("__module__")).cast<std::string>();
+  const auto name = py::str(kind.attr("__qualname__")).cast<std::string>();
+  return module.starts_with("torch.optim") ? name : module + "." + name;
+}
+
 // State of one parameter: that of a Python optimizer, or one that was loaded and which it does not have yet.
 class PythonState : public torch::optim::OptimizerParamState {
  public:
@@ -64,10 +72,12 @@ class PythonState : public torch::optim::OptimizerParamState {
   }
 
  private:
-  static double number(const py::handle& value, const std::string& name) {
+  double number(const py::handle& value, const std::string& name) const {
     if (py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value)) return value.cast<double>();
-    throw UsageError(fmt::format("the optimizer's state {} is a {}; shoal moves and saves tensors and numbers", name,
-                                 Py_TYPE(value.ptr())->tp_name));
+    throw UsageError(
+        fmt::format("the state {} of the optimizer {} is a {}; shoal moves and saves tensors and numbers: use another "
+                    "optimizer, or save the module alone, with save_module()",
+                    name, class_of(*optimizer_), Py_TYPE(value.ptr())->tp_name));
   }
 
   SharedObject optimizer_, parameter_;
@@ -102,14 +112,6 @@ void load_into(const py::object& optimizer, const py::object& parameter, const N
   }
   for (const auto& [name, tensor] : loaded.tensors) fresh[py::str(name)] = py::cast(copy ? tensor.clone() : tensor);
   all[parameter] = fresh;
-}
-
-// "AdamW" for torch.optim's classes; other names are complete.
-std::string class_of(const py::object& optimizer) {
-  const auto kind = py::type::of(optimizer);
-  const auto module = py::str(kind.attr("__module__")).cast<std::string>();
-  const auto name = py::str(kind.attr("__qualname__")).cast<std::string>();
-  return module.starts_with("torch.optim") ? name : module + "." + name;
 }
 
 std::unique_ptr<PythonOptions> options_in(const py::object& optimizer, const py::dict& group) {
