@@ -48,10 +48,7 @@ void agree_on_values(const Group& group, const std::vector<ChangedValue>& values
   for (const auto& value : values) {
     lines.push_back(fmt::format("parameter {} with values of digest {:016x}", value.name, value.digest));
   }
-  agree(group,
-        "values of parameters that were loaded or written (load the same file and write the same values on every rank, "
-        "since the module was wrapped)",
-        lines);
+  agree(group, "values of parameters that were loaded or written (do the same on every rank)", lines);
 }
 
 }  // namespace shoal

@@ -82,7 +82,7 @@ void State::adopt_changes() {
       std::none_of(changed.begin(), changed.end(), [](auto* piece) { return piece->anchor.defined(); });
   if (changed.empty() || (keeps_none && options.delay == 0 && !reducer)) return;
   const Label label{steps, -1, "replaced parameters"};
-  agree(group, "parameters that were loaded or written between steps of LocalUpdates, on all ranks or none", names);
+  agree(group, "parameters of LocalUpdates that were loaded or written, on all ranks or none", names);
   const auto written = written_on_all(group, values, was_loaded, label);
   const bool equal = written.equal;
   if (!equal && !written.loaded && !reducer) return;
