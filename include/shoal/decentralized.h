@@ -149,7 +149,8 @@ class DecentralizedDataParallelCore {
   // Consensus distance sqrt(mean over ranks of |x_i - x|^2), where x is the mean of the ranks' parameters x_i.
   // Collective.
   double consensus_distance();
-  // A step without a batch: averages and publishes, but does not update; the schedule advances. Not collective.
+  // A step without a batch: averages and publishes, but does not update, and drops gradients that no_sync() left; the
+  // schedule advances. Not collective.
   void pass();
   // Ends the training of this rank; its neighbours continue without it. Later steps and collectives are UsageErrors.
   void leave();

@@ -49,8 +49,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
                            const ShardGossipOptions& gossip);
   ~ShardGossipOptimizerCore() override;
 
-  // A step without an update, for a host whose gradients are invalid (StepAbandoned): averages and publishes.
-  // Collective over the host.
+  // A step without an update, for a host whose gradients are invalid (StepAbandoned): averages and publishes, and drops
+  // the gradients. Collective over the host.
   void pass();
   // Sets the parameters of all hosts to their mean, bit-equal on all hosts. Collective over all ranks of all hosts.
   void global_avg();

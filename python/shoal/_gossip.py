@@ -20,7 +20,8 @@ class Gossip:
         return self._core.consensus_distance()
 
     def pass_step(self) -> None:
-        """A step without a batch: averages and publishes, but does not update. Collective over ranks that share a model."""
+        """A step without a batch: averages and publishes, but does not update, and drops gradients
+        that no_sync() left. Collective over ranks that share a model."""
         self._core.pass_step()
 
     def leave(self) -> None:

@@ -34,7 +34,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void arrived(size_t gradient) override;
   void end_local_backward() override {}
   void end_backward() override;
-  // Makes a step without a batch.
+  // Makes a step without a batch; drops gradients of micro-batches before.
   void pass();
   void backward(const at::Tensor& loss_sum, double weight);
   void end_step();

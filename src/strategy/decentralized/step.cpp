@@ -46,6 +46,8 @@ void State::begin_backward() {
 
 void State::pass() {
   tracker.begin();
+  drop_gradients();
+  forget_weights();
   tracker.end();
 }
 
@@ -62,7 +64,9 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
   weights = Weights::given;
   weight += of_loss;
   if (!has_graph) {
-    if (no_sync_depth == 0) pass();
+    if (no_sync_depth > 0) return;
+    tracker.begin();  // a step of the micro-batches before
+    tracker.end();
     return;
   }
   weighing = true;

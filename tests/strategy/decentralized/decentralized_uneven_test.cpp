@@ -41,6 +41,41 @@ TEST(Decentralized, BEY03_a_rank_without_batches_passes_until_all_have_made_as_m
   }
 }
 
+TEST(Decentralized, BEY03_pass_drops_gradients_and_weights_of_micro_batches_before) {
+  const bool passes = me() == 0;
+  for (const bool weighted : {false, true}) {
+    auto simulation = simulated();
+    auto model = seeded(1);
+    DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .neighbour_timeout_seconds = 20});
+    const auto backward = [&](int64_t step) {
+      const auto loss = mean_loss(parallel.forward(batch(me(), step)));
+      if (weighted) {
+        parallel.backward(loss, 1);
+      } else {
+        loss.backward();
+      }
+    };
+    // With weights that differ between ranks, the first step's mean is the exact one.
+    for (int64_t step = 0; step < (weighted ? 1 : 4); ++step) {
+      if (passes) {
+        const auto scope = parallel.no_sync();
+        backward(step);
+      }
+      if (passes) {
+        parallel.pass();
+      } else {
+        backward(step);
+      }
+      const double divisor = weighted ? static_cast<double>(group().size() - 1) / group().size() : 1;
+      simulation.step(
+          [&](MlpImpl& of, int rank) { return rank > 0 ? loss_of(step)(of, rank) / divisor : at::Tensor(); });
+      expect_equal(model, simulation);
+    }
+    for (const auto& parameter : model->parameters()) EXPECT_FALSE(passes && parameter.grad().defined());
+    group().barrier().wait();
+  }
+}
+
 // All ranks of a complete graph, each of which leaves after its last batch: its last shown values are used once more.
 TEST(Decentralized, BEY03_a_rank_without_batches_leaves_and_the_mean_is_over_the_others) {
   const int ranks = group().size();
