@@ -187,7 +187,7 @@ class DecentralizedDataParallelCore {
 };
 
 // For TrainingState. A checkpoint has every rank's parameters and optimizer state, and the parameters' mean, which
-// other strategies load.
+// other strategies load. Before the first step, saves and loads make optimizers and schedules for their options.
 std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCore& parallel);
 
 // Wrapper for decentralised training.

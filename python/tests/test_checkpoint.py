@@ -182,6 +182,27 @@ def test_PY07_a_decentralised_training_keeps_the_rates_of_its_schedule(tmp_path)
     on_ranks(trains)
 
 
+def test_PY07_a_decentralised_training_that_has_not_begun_keeps_its_options(tmp_path):
+    def trains(rank):
+        def make():
+            model = shoal.nn.DecentralizedDataParallel(torch.nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
+            return model, model.optimizer.param_groups[0], shoal.checkpoint.TrainingState(model)
+
+        model, group, training = make()
+        group.update(lr=0.025, momentum=0.9)
+        shoal.checkpoint.save(tmp_path / "run", training, step=0)
+        group["lr"] = 7.0
+        again, group_again, training_again = make()
+        for options, loaded in (
+            (group, shoal.checkpoint.load(tmp_path / "run", training)),
+            (group_again, shoal.checkpoint.load(tmp_path / "run", training_again)),
+        ):
+            assert loaded.exact
+            assert (options["lr"], options["momentum"]) == (0.025, 0.9)
+
+    on_ranks(trains)
+
+
 @pytest.mark.parametrize("wraps", [False, True])
 def test_PY07_a_module_that_has_changed_is_refused_and_not_saved_as_it_was(wraps, tmp_path):
     def saves(rank):

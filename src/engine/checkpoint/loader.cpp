@@ -320,7 +320,11 @@ void TrainingLoader::read_options() {
 // For checkpoints written before param groups' options were saved.
 void TrainingLoader::restore_rates() {
   const auto& global = reader_.index().global_state;
-  if (param_groups_ || !global.contains(names::rates)) return;
+  if (param_groups_ || view_.optimizers.empty()) return;
+  if (!global.contains(names::rates)) {
+    differences_.emplace_back("the checkpoint has no options of param groups; they keep theirs");
+    return;
+  }
   const auto rates = parsed(reader_, names::rates, [&] { return global[names::rates].get<std::vector<double>>(); });
   differences_.emplace_back("the checkpoint has no options of param groups but learning rates; they keep the others");
   for (auto* optimizer : view_.optimizers) {

@@ -226,6 +226,21 @@ std::vector<GossipBucket> State::parts() const {
   return list;
 }
 
+std::vector<GossipBucket> State::equipped_parts() const {
+  auto list = parts();
+  for (auto& bucket : list) {
+    equip(bucket);
+    if (pending) load_into(bucket, *pending);
+  }
+  return list;
+}
+
+void State::equip(GossipBucket& bucket) const {
+  bucket.optimizer = make(bucket.members());
+  if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer factory returned nullptr");
+  if (options.schedule) bucket.schedule = options.schedule(*bucket.optimizer);
+}
+
 void State::make_buckets(const std::vector<size_t>& order) {
   const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   bucket_of.resize(gradients.size());
@@ -238,9 +253,7 @@ void State::make_buckets(const std::vector<size_t>& order) {
     }
     members.push_back(planned);
     auto& bucket = buckets.emplace_back(std::move(named), options.param_as_bucket_view);
-    bucket.optimizer = make(bucket.members());
-    if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer factory returned nullptr");
-    if (options.schedule) bucket.schedule = options.schedule(*bucket.optimizer);
+    equip(bucket);
     buffers.push_back({bucket.numel(), bucket.dtype()});
   }
   progress.assign(buckets.size(), Progress::waiting);
@@ -265,13 +278,15 @@ void State::show_all() {
 void State::load_pending() {
   const auto whole = std::move(*pending);
   pending.reset();
-  for (auto& bucket : buckets) {
-    OptimizerState part;
-    for (const auto& member : bucket.members()) {
-      if (const auto found = whole.find(member.name); found != whole.end()) part.insert(*found);
-    }
-    load_optimizer_state(*bucket.optimizer, *module, part, pending_dtypes);
+  for (auto& bucket : buckets) load_into(bucket, whole);
+}
+
+void State::load_into(GossipBucket& bucket, const OptimizerState& whole) const {
+  OptimizerState part;
+  for (const auto& member : bucket.members()) {
+    if (const auto found = whole.find(member.name); found != whole.end()) part.insert(*found);
   }
+  load_optimizer_state(*bucket.optimizer, *module, part, pending_dtypes);
 }
 
 }  // namespace shoal

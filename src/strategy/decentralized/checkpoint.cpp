@@ -28,12 +28,13 @@ class DecentralizedSource : public CheckpointSource {
 
   CheckpointView view() override {
     CheckpointView view;
-    for (auto& bucket : state_.buckets) {
+    const bool begun = !state_.buckets.empty();
+    unbegun_ = begun ? std::vector<GossipBucket>() : state_.equipped_parts();
+    for (auto& bucket : begun ? state_.buckets : unbegun_) {
       view.shares.push_back({.pieces = pieces_of(*bucket.optimizer, *state_.module), .local = bucket.optimizer.get()});
       view.optimizers.push_back(bucket.optimizer.get());
       if (auto* schedule = dynamic_cast<LambdaLR*>(bucket.schedule.get())) view.schedules.push_back(schedule);
     }
-    if (state_.buckets.empty()) view.shares.push_back({.pieces = fresh_pieces()});
     view.scaler = state_.scaler ? &*state_.scaler : nullptr;
     add_rest(view, *state_.module);
     return view;
@@ -84,16 +85,6 @@ class DecentralizedSource : public CheckpointSource {
     }
   }
 
-  std::vector<StatePiece> fresh_pieces() const {
-    std::vector<StatePiece> pieces;
-    for (const auto& gradient : state_.gradients) {
-      const auto& parameter = gradient.parameter;
-      pieces.push_back(
-          {.name = gradient.name, .parameter = parameter, .range = {0, parameter.numel()}, .updated = parameter});
-    }
-    return pieces;
-  }
-
   Standing parsed(const Json& own) const {
     try {
       return parse_standing(state_, own);
@@ -103,7 +94,8 @@ class DecentralizedSource : public CheckpointSource {
   }
 
   DecentralizedDataParallelCore::State& state_;
-  Standing past_;  // of the loaded rank
+  Standing past_;                      // of the loaded rank
+  std::vector<GossipBucket> unbegun_;  // in a view from before the first step, which makes the buckets
 };
 
 }  // namespace

@@ -59,6 +59,8 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void make_buckets(const std::vector<size_t>& order);
   // Buckets of all parameters, in their own memory, for use before build_buckets().
   std::vector<GossipBucket> parts() const;
+  // The same with optimizers and schedules as at the first step.
+  std::vector<GossipBucket> equipped_parts() const;
   void load_pending();
   // Shows this rank's present values to its neighbours, as after a step.
   void show_all();
@@ -110,6 +112,8 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
  private:
   // Whether updates wait for the last gradient.
   bool updates_at_end() const { return scaler || (options.clip_grad > 0 && options.clip == ClipScope::all_gradients); }
+  void equip(GossipBucket& bucket) const;
+  void load_into(GossipBucket& bucket, const OptimizerState& whole) const;
   // Computes the divisor of the step's sums and the news for other ranks; once per step.
   void weigh(bool finite);
   void finish(size_t bucket, bool update);

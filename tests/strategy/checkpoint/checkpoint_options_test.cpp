@@ -245,6 +245,9 @@ TEST(TrainingCheckpoint, BEY05_checkpoints_that_have_rates_alone_still_load) {
   contents.global_state.erase("param_groups");
   contents.global_state["rates"] = {0.125};
   CheckpointSaver(group(), folder / "run").save(contents);
+  auto without_rates = contents;
+  without_rates.global_state.erase("rates");
+  CheckpointSaver(group(), folder / "without").save(without_rates);
   contents.global_state["schedule"] = 4;
   CheckpointSaver(group(), folder / "scheduled").save(contents);
 
@@ -259,6 +262,9 @@ TEST(TrainingCheckpoint, BEY05_checkpoints_that_have_rates_alone_still_load) {
   expect_named(load(folder / "run", without));
   EXPECT_EQ(plain.param_groups()[0].options().get_lr(), 0.125);
   EXPECT_EQ(static_cast<const torch::optim::AdamWOptions&>(plain.param_groups()[0].options()).weight_decay(), 0.1);
+  const auto bare = load(folder / "without", without);
+  EXPECT_FALSE(bare.exact);
+  EXPECT_THAT(bare.differences, ElementsAre("the checkpoint has no options of param groups; they keep theirs"));
 }
 
 TEST(TrainingCheckpoint, BEY05_options_that_are_not_what_shoal_writes_are_refused) {
