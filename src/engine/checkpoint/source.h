@@ -64,6 +64,8 @@ class CheckpointSource {
   virtual void begin_load(const CarriedStates& past);
   // Called once all values are in place. Collective.
   virtual void end_load(const CarriedStates& /*past*/) {}
+  // Parts of the carried state that the last load could not restore, one sentence each.
+  virtual std::vector<std::string> differences() const { return {}; }
 };
 
 // UsageError for an optimizer of which some parameters are none of the module's, by whose names they are saved.

@@ -148,6 +148,7 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
   });
   source.end_load(past);
   loaded.differences = loader.differences();
+  for (auto& difference : source.differences()) loaded.differences.push_back(std::move(difference));
   loaded.exact = loaded.exact && loaded.differences.empty();
   return loaded;
 }

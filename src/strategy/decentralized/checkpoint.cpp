@@ -42,7 +42,16 @@ class DecentralizedSource : public CheckpointSource {
 
   CarriedStates carried() override {
     if (state_.buckets.empty()) return {};
-    return {.own = {.values = to_json(state_)}, .common = {}};
+    CarriedStates all{.own = {.values = to_json(state_)}, .common = {}};
+    for (size_t i = 0; i < state_.buckets.size(); ++i) {
+      const auto& bucket = state_.buckets[i];
+      const auto copies = state_.mixing.copies(i);
+      for (size_t round = 0; round < copies.size(); ++round) {
+        const auto views = bucket.views_of(copies[round]);
+        for (size_t k = 0; k < views.size(); ++k) all.own.tensors[copy_name(round, bucket.members()[k])] = views[k];
+      }
+    }
+    return all;
   }
 
   // Creates the optimizers, so that there is state to load into.
@@ -62,7 +71,7 @@ class DecentralizedSource : public CheckpointSource {
     }
   }
 
-  void end_load(const CarriedStates&) override {
+  void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     auto& state = state_;
     state.step = past_.step;
@@ -72,9 +81,41 @@ class DecentralizedSource : public CheckpointSource {
     state.mixing.resume_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
     state.mixing.known().load(past_.known);
     if (past_.version > 0) state.show_all();
+    copies_missing_ = false;
+    for (size_t i = 0; i < state.buckets.size(); ++i) resume_copies(i, past.own);
+  }
+
+  std::vector<std::string> differences() const override {
+    if (!copies_missing_) return {};
+    return {"the checkpoint lacks copies for the compressed exchange; they begin with the parameters"};
   }
 
  private:
+  static std::string copy_name(size_t round, const NamedParameter& member) {
+    return fmt::format("copy.{}.{}", round, member.name);
+  }
+
+  // Copies begin with the parameters where the checkpoint has none.
+  void resume_copies(size_t index, const Carried& past) {
+    auto& bucket = state_.buckets[index];
+    bucket.adopt();
+    auto copies = state_.mixing.copies(index);
+    for (size_t round = 0; round < copies.size(); ++round) {
+      copies[round] = at::zeros_like(copies[round]);
+      bucket.write_to(copies[round]);
+      const auto views = bucket.views_of(copies[round]);
+      for (size_t k = 0; k < views.size(); ++k) {
+        const auto stored = past.tensors.find(copy_name(round, bucket.members()[k]));
+        if (stored != past.tensors.end() && stored->second.sizes() == views[k].sizes()) {
+          at::Tensor(views[k]).copy_(stored->second);
+        } else if (!past.values.is_null()) {
+          copies_missing_ = true;
+        }
+      }
+    }
+    if (!copies.empty()) state_.mixing.resume_copies(index, copies);
+  }
+
   // Refuses a load that would have to move a schedule back, which libtorch's schedules cannot.
   void require_way_back() const {
     for (const auto& bucket : state_.buckets) {
@@ -95,6 +136,7 @@ class DecentralizedSource : public CheckpointSource {
 
   DecentralizedDataParallelCore::State& state_;
   Standing past_;                      // of the loaded rank
+  bool copies_missing_ = false;        // in the last load
   std::vector<GossipBucket> unbegun_;  // in a view from before the first step, which makes the buckets
 };
 

@@ -8,7 +8,6 @@
 #include <map>
 #include <numeric>
 
-#include "shoal/error.h"
 #include "shoal/telemetry.h"
 
 namespace shoal {
@@ -95,16 +94,6 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
   shown_ = std::move(shown);
   channel_ =
       newcomer_ ? join_gossip_channel(group_, shown_, newcomer_->addresses()) : open_gossip_channel(group_, shown_);
-}
-
-void Mixing::resume_from(int64_t version, std::vector<double> mass) {
-  if (now_.members.size() != static_cast<size_t>(group_.size()) || last_newcomer_ > 0) {
-    throw UsageError(
-        "DecentralizedDataParallel: ranks have left or rejoined this training; load the checkpoint into a new one");
-  }
-  if (version_ > 0) channel_ = open_gossip_channel(group_, shown_);  // versions never decrease
-  version_ = version;
-  mass_ = std::move(mass);
 }
 
 void Mixing::all_hold(size_t buffer, const at::Tensor& values) {

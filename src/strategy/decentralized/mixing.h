@@ -83,6 +83,11 @@ class Mixing {
   // Resumes from another point, with its `version` and push-sum weights, before anything is shown. UsageError if ranks
   // have left. Collective.
   void resume_from(int64_t version, std::vector<double> mass);
+  // This rank's copies of a buffer for the compressed exchange, by round of the topology; none: the exchange is plain.
+  std::vector<at::Tensor> copies(size_t buffer) const;
+  // Resumes with these copies, and sends them to this rank's readers. Call it after resume_from(), once the last
+  // version is shown. Collective.
+  void resume_copies(size_t buffer, const std::vector<at::Tensor>& own);
 
   const MixingRound& round() const { return now_.topology.round(version_); }
   int number() const { return now_.number; }  // this rank's number in the topology

@@ -116,6 +116,25 @@ void PublicCopies::all_hold(const at::Tensor& values, int64_t version) {
   newest_.clear();
 }
 
+std::vector<at::Tensor> PublicCopies::own() const {
+  std::vector<at::Tensor> list;
+  for (const auto& copy : own_) list.push_back(copy.values);
+  return list;
+}
+
+void PublicCopies::resume(const std::vector<at::Tensor>& own, int64_t version) {
+  own_.clear();
+  for (const auto& values : own) own_.push_back({values.clone(), version});
+  theirs_.clear();
+  newest_.clear();
+  beginning_.reset();
+}
+
+void PublicCopies::set_copy(int rank, int64_t round, const at::Tensor& values, int64_t version) {
+  theirs_[{rounds(), round, rank}] = {values.clone(), version};
+  newest_[rank] = version;
+}
+
 void PublicCopies::forget(int rank) {
   std::erase_if(theirs_, [&](const auto& entry) { return std::get<2>(entry.first) == rank; });
   newest_.erase(rank);

@@ -37,6 +37,12 @@ class PublicCopies {
 
   // Sets all copies to values that all ranks hold, with `version` as the last one shown.
   void all_hold(const at::Tensor& values, int64_t version);
+  // This rank's copies, by round.
+  std::vector<at::Tensor> own() const;
+  // Resumes after `version` with these copies of this rank, by round, and none of other ranks.
+  void resume(const std::vector<at::Tensor>& own, int64_t version);
+  // Sets another rank's copy for a round, after a version that the rank shows again.
+  void set_copy(int rank, int64_t round, const at::Tensor& values, int64_t version);
   // Forgets a rank that a new process has replaced.
   void forget(int rank);
   // Starts the copies at zero again, because other ranks read this one from now on, in so many rounds. The next

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <torch/optim/sgd.h>
 
+#include "checkpoint/saving/saver.h"
+#include "engine/checkpoint/contents.h"
 #include "shoal/checkpoint.h"
 #include "shoal/decentralized.h"
 #include "tests/support/models.h"
@@ -55,6 +57,64 @@ TEST(TrainingCheckpoint, BEY05_a_decentralised_training_that_has_not_begun_keeps
     const auto& momentum = restored.at(name).tensors.at("momentum_buffer");
     EXPECT_TRUE(at::equal(momentum, named.tensors.at("momentum_buffer"))) << name;
   }
+}
+
+Options compressed(const std::string& topology, const CompressedExchange& how) {
+  return {.topology = make_topology(topology, group().size()),
+          .neighbour_timeout_seconds = 60,
+          .bucket_cap_mb = 0.001,
+          .compressed_exchange = how};
+}
+
+TEST(TrainingCheckpoint, BEY05_BEY22_a_compressed_exchange_goes_on_with_its_copies) {
+  for (const auto* topology : {"complete", "ring", "one-peer-exp"}) {
+    for (const CompressedExchange how : {CompressedExchange{}, CompressedExchange{.top_k = 0.1}}) {
+      SCOPED_TRACE(std::string(topology) + (how.top_k ? " top_k" : " int8"));
+      const SharedFolder folder;
+      const auto model = seeded(1);
+      auto parallel = make(model, fast, compressed(topology, how));
+      TrainingState training(*parallel);
+      train(*parallel, 0, 5);
+      save(folder / "run", training, {.step = 5});
+      train(*parallel, 5, 12);
+      const auto expected = copies(*model);
+      EXPECT_TRUE(load(folder / "run", training).exact);
+      train(*parallel, 5, 12);
+      EXPECT_EQ(difference(model->parameters(), expected), 0) << "reset to an older checkpoint";
+      EXPECT_EQ(parallel->statistics().skipped, 0);
+      const auto other = seeded(2);
+      const auto resumed = make(other, fast, compressed(topology, how));
+      TrainingState again(*resumed);
+      EXPECT_TRUE(load(folder / "run", again).exact);
+      train(*resumed, 5, 12);
+      EXPECT_EQ(difference(other->parameters(), expected), 0) << "in a new training";
+      EXPECT_EQ(resumed->statistics().skipped, 0);
+      group().barrier().wait();
+    }
+  }
+}
+
+TEST(TrainingCheckpoint, BEY05_BEY22_copies_that_a_checkpoint_lacks_are_named_and_begin_with_the_parameters) {
+  const SharedFolder folder;
+  const auto options = compressed("complete", {.top_k = 0.05, .rate = 1});
+  const auto parallel = make(seeded(1), fast, options);
+  train(*parallel, 0, 5);
+  auto contents = contents_of(*checkpoint_source(*parallel), group(), {}, {.step = 5});
+  std::erase_if(contents.slices,
+                [](const NamedSlice& slice) { return slice.name.find(":copy.") != std::string::npos; });
+  CheckpointSaver(group(), folder / "run").save(contents);
+  const auto model = seeded(2);
+  const auto resumed = make(model, SGDOptions(0), options);
+  TrainingState training(*resumed);
+  const auto loaded = load(folder / "run", training, {.rates = false, .options = false});
+  EXPECT_FALSE(loaded.exact);
+  EXPECT_THAT(loaded.differences, testing::Contains(testing::HasSubstr("copies for the compressed exchange")));
+  if (group().size() > 1) {
+    EXPECT_GT(resumed->consensus_distance(), 1e-6);
+  }
+  train(*resumed, 5, 6);  // without learning: the copies equal the parameters, so ranks agree at once
+  EXPECT_LT(resumed->consensus_distance(), 1e-6);
+  group().barrier().wait();
 }
 
 }  // namespace
