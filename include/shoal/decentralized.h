@@ -215,8 +215,9 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // A neighbour that exceeds neighbour_timeout_seconds is left out of the step, with its weight added to this rank's own.
 // This rank does not wait for it again until it has caught up; its last published values are used once. A neighbour
 // that has ended is removed, and the topology is rebuilt for the other ranks. Only the constructor, the first step (in
-// which ranks agree on the buckets: rank 0's order of gradients), global_avg() and consensus_distance() are collective;
-// they need all ranks that have not been removed.
+// which ranks agree on the buckets: rank 0's order of gradients, and exchange weights; also the first one after a load
+// that is not exact), global_avg() and consensus_distance() are collective; they need all ranks that have not been
+// removed.
 //
 // backward(loss_sum, weight): every rank divides its sum by the mean weight of all ranks in the step, so that the mean
 // of the ranks' gradients is sum / total weight. Ranks exchange their weights in the first step, and then with the

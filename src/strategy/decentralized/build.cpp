@@ -200,7 +200,6 @@ void State::meet_changes() {
 
 // Uses rank 0's order; other ranks may have used other parameters, or in another order.
 void State::build_buckets(std::vector<size_t> order) {
-  tell_weights();
   auto whole = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   std::vector<bool> seen(gradients.size(), false);
   for (const auto gradient : order) seen[gradient] = true;

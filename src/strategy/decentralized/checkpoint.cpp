@@ -79,6 +79,7 @@ class DecentralizedSource : public CheckpointSource {
     auto mass = past_.mass;
     mass.resize(state.buckets.size(), 1);
     state.mixing.resume_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
+    state.weights_told = past_.step > 0 && !past_.known.empty();
     state.mixing.known().load(past_.known);
     if (past_.version > 0) state.show_all();
     copies_missing_ = false;

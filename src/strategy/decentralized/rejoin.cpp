@@ -115,6 +115,7 @@ void State::join_again() {
   make_buckets(standing.order);
   const auto version = mixing.arrive(standing.mass);
   mixing.known().load(standing.known);
+  weights_told = true;
   // The other ranks go on meanwhile; this rank resumes at their present step.
   step = standing.step + version + 1 - standing.version;
   for (auto& bucket : buckets) {

@@ -51,7 +51,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void require_that_all_go_on(int64_t version) const;
 
   // build.cpp
-  // order: of the first arrival of gradients. Collective, at the end of the first backward.
+  // order: of the first arrival of gradients. Collective, at the end of the first backward, or in a load before it.
   void build_buckets(std::vector<size_t> order);
   // Exchanges the weights of the ranks' first step. Collective. DisagreeError if some ranks give none.
   void tell_weights();
@@ -101,6 +101,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   enum class Weights { unknown, none, given };
   Weights weights = Weights::unknown;  // whether backwards had weights
   bool weighing = false;               // backward(loss_sum, weight) is running
+  bool weights_told = false;           // ranks know the weights of each other's first step, or of one before a load
   std::optional<double> divisor;       // divisor of the step's sums
   enum class Progress { waiting, mixed, shown };
   std::vector<Progress> progress;  // by bucket
@@ -111,7 +112,9 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
 
  private:
   // Whether updates wait for the last gradient.
-  bool updates_at_end() const { return scaler || (options.clip_grad > 0 && options.clip == ClipScope::all_gradients); }
+  bool updates_at_end() const {
+    return scaler || !weights_told || (options.clip_grad > 0 && options.clip == ClipScope::all_gradients);
+  }
   void equip(GossipBucket& bucket) const;
   void load_into(GossipBucket& bucket, const OptimizerState& whole) const;
   // Computes the divisor of the step's sums and the news for other ranks; once per step.

@@ -102,6 +102,10 @@ void State::arrived(size_t gradient) {
 void State::end_backward() {
   const TimedScope scope(timeline_of(group), "hook", step);
   clock.mark(StepClock::backward_ends, step);
+  if (!weights_told) {
+    tell_weights();
+    weights_told = true;
+  }
   if (buckets.empty()) build_buckets(tracker.order());
   const bool finite = !updates_at_end() || unscale_and_clip();
   weigh(finite);
@@ -141,7 +145,7 @@ void State::weigh(bool finite) {
 void State::give_up_step() {
   const auto lock = tracker.lock();
   const torch::NoGradGuard no_grad;
-  if (tracker.phase() == Phase::running && !buckets.empty()) {
+  if (tracker.phase() == Phase::running && !buckets.empty() && weights_told) {
     if (!divisor) mixing.tell(std::nullopt, /*overflowed=*/false);
     divisor = 1;
     for (size_t i = 0; i < buckets.size(); ++i) finish(i, /*update=*/false);

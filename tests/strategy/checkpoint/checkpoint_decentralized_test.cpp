@@ -1,6 +1,7 @@
 // Checkpoints of DecentralizedDataParallel: what ranks hold beside their model.
 
 #include <gmock/gmock.h>
+#include <torch/autograd.h>
 #include <torch/optim/sgd.h>
 
 #include "checkpoint/saving/saver.h"
@@ -57,6 +58,31 @@ TEST(TrainingCheckpoint, BEY05_a_decentralised_training_that_has_not_begun_keeps
     const auto& momentum = restored.at(name).tensors.at("momentum_buffer");
     EXPECT_TRUE(at::equal(momentum, named.tensors.at("momentum_buffer"))) << name;
   }
+}
+
+// A load makes the buckets, but ranks exchange their weights in the first step nevertheless.
+TEST(TrainingCheckpoint, BEY04_BEY05_the_first_step_after_another_trainings_state_knows_all_weights) {
+  const SharedFolder folder;
+  const auto trained = make(seeded(1), fast);
+  train(*trained, 0, 2);
+  TrainingState training(*trained);
+  save(folder / "run", training);
+  auto model = seeded(2);
+  const auto resumed = make(model, SGDOptions(0.1));
+  TrainingState again(*resumed);
+  const int ranks = group().size();
+  const auto weight = 1.0 + group().rank();
+  const auto mean_weight = (1.0 + ranks) / 2;
+  for (int time = 0; time < 2; ++time) {  // the second time into a training that has begun
+    load(folder / "run", again, {.model_only = true});
+    auto expected = copies(*model);
+    const auto x = batch(group().rank(), time);
+    const auto gradients = torch::autograd::grad({model->forward(x).pow(2).sum()}, model->parameters());
+    for (size_t i = 0; i < expected.size(); ++i) expected[i] -= 0.1 * gradients[i] / mean_weight;
+    resumed->backward(resumed->forward(x).pow(2).sum(), weight);
+    EXPECT_LT(difference(model->parameters(), expected), 1e-12) << time;
+  }
+  group().barrier().wait();
 }
 
 Options compressed(const std::string& topology, const CompressedExchange& how) {
