@@ -153,6 +153,9 @@ class FullyShardedCore : public DataParallelCore {
   // Shards of this rank: of the trainable parameters, as the optimizer updates them, and of the reduced gradients.
   std::vector<at::Tensor> own_parameters() const;
   std::vector<at::Tensor> own_gradients() const;
+  // Groups in which it communicates: of all ranks, of those that share a model, of those with equal shards, and of the
+  // gathers. A group may be there several times.
+  std::vector<Group> groups() const;
   // For FullParameters. The wrappers of sub-modules are not included.
   void check_hold(const SummonFullParamsOptions& options) const;
   void hold(const SummonFullParamsOptions& options, bool reads_only);

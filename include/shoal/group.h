@@ -61,6 +61,13 @@ struct GroupStatistics {
   int64_t calls = 0;    // operations
   int64_t bytes = 0;    // sum of Call::bytes
   double waited_s = 0;  // total time that threads have spent in Work::wait
+
+  GroupStatistics operator+(const GroupStatistics& other) const {
+    return {calls + other.calls, bytes + other.bytes, waited_s + other.waited_s};
+  }
+  GroupStatistics operator-(const GroupStatistics& earlier) const {
+    return {calls - earlier.calls, bytes - earlier.bytes, waited_s - earlier.waited_s};
+  }
 };
 
 // Set of ranks that communicate, like c10d::ProcessGroup. Cheap to copy; copies refer to the same group. All ranks must call

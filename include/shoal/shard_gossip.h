@@ -67,6 +67,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void leave();
   const ExchangeStatistics& statistics() const;
   const Topology& topology() const;
+  // Ranks with this rank's place on all hosts.
+  const Group& across() const;
   // Ranks of `across` that have not been removed; the ranks of a host agree on them. Collective over all ranks.
   const Group& remaining();
   // Ranks of `all` (the group passed to host_groups()) on the remaining hosts. Collective over them.

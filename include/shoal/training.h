@@ -202,6 +202,10 @@ class TrainingCore : public ElasticTraining {
   // Names of the parameters in each bucket; empty if gradients are not reduced in buckets.
   virtual std::vector<std::vector<std::string>> buckets() const { return {}; }
 
+  // Statistics of this rank's groups together: all that the strategy communicates in, and in an elastic job also those
+  // before a change of the ranks. Exchanges between neighbours are not calls of a group; see exchanges().
+  GroupStatistics statistics() const;
+
   const Strategy& strategy() const { return strategy_; }
   const Group& group() const { return group_; }
   // What the training was made of.
@@ -209,6 +213,7 @@ class TrainingCore : public ElasticTraining {
 
   // For Elastic.
   void require_elastic() override;
+  void leave_groups() override;
   void follow(const Group& group) override;
   std::vector<std::string> description() const override;
   // For replan(). open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty: none.
@@ -226,6 +231,8 @@ class TrainingCore : public ElasticTraining {
 
  protected:
   [[noreturn]] void lacks(const std::string& what) const;
+  // Groups in which the strategy communicates; a group may be there several times.
+  virtual std::vector<Group> groups() const { return {group_}; }
 
   const Strategy& strategy_;
   std::shared_ptr<torch::nn::Module> module_;
@@ -236,6 +243,8 @@ class TrainingCore : public ElasticTraining {
  private:
   at::DeviceType device_;
   std::shared_ptr<const TrainingParts> parts_;
+  GroupStatistics former_{};      // of groups before the last change of the ranks
+  std::vector<Group> leaving_{};  // while the ranks change
 };
 
 // Pace of ranks: which of them make steps together.

@@ -46,7 +46,7 @@ BenchRound run(const detail::BenchedTraining& training, const Group& group, cons
     return value;
   };
   group.barrier(label).wait();
-  const auto before = training.core->group().statistics();
+  const auto before = training.core->statistics();
   const auto wire = loopback_bytes();
   for (int number = 0; number < options.steps; ++number) {
     const auto start = Clock::now();
@@ -58,7 +58,7 @@ BenchRound run(const detail::BenchedTraining& training, const Group& group, cons
     wait.values.push_back(step.wait_ms);
     update.values.push_back(step.update_ms);
   }
-  const auto calls = training.core->group().statistics().calls - before.calls;
+  const auto calls = training.core->statistics().calls - before.calls;
   group.barrier(label).wait();
   const auto sent = loopback_bytes() - wire;
   const double steps = options.steps;

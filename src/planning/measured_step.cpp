@@ -36,9 +36,8 @@ MeasuredStep measured_step(TrainingCore& training, int64_t number, int accumulat
 
 MeasuredStep measured_gradients(TrainingCore& training, int64_t number, int accumulate,
                                 const std::function<at::Tensor(int micro)>& loss) {
-  const auto& group = training.group();
-  const auto before = group.statistics();
-  auto* timeline = timeline_of(group);
+  const auto before = training.statistics();
+  auto* timeline = timeline_of(training.group());
   MeasuredStep step;
   for (int micro = 0; micro < accumulate; ++micro) {
     const auto value = loss(micro);
@@ -47,22 +46,21 @@ MeasuredStep measured_gradients(TrainingCore& training, int64_t number, int accu
     training.backward(accumulate > 1 ? value / accumulate : value);
     step.loss += value.item<double>() / accumulate;
   }
-  const auto after = group.statistics();
-  step.wait_ms = 1e3 * (after.waited_s - before.waited_s);
-  step.bytes = after.bytes - before.bytes;
+  const auto communication = training.statistics() - before;
+  step.wait_ms = 1e3 * communication.waited_s;
+  step.bytes = communication.bytes;
   return step;
 }
 
 void measured_update(TrainingCore& training, int64_t number, bool gradients, MeasuredStep& step) {
-  const auto& group = training.group();
-  const auto before = group.statistics().bytes;
-  const TimedScope scope(timeline_of(group), "optimizer", number);
+  const auto before = training.statistics().bytes;
+  const TimedScope scope(timeline_of(training.group()), "optimizer", number);
   const auto start = Clock::now();
   training.step();
   if (gradients) step.grads_mib = mebibytes(training.gradients());
   training.zero_grad();
   step.update_ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  step.bytes += group.statistics().bytes - before;
+  step.bytes += training.statistics().bytes - before;
 }
 
 double mebibytes(const std::vector<at::Tensor>& tensors) {

@@ -17,7 +17,7 @@ struct MeasuredStep {
   double loss = 0;       // mean over the micro-batches
   double wait_ms = 0;    // spent waiting for communication
   double update_ms = 0;  // spent in the optimizer's step
-  int64_t bytes = 0;     // of this rank's collectives
+  int64_t bytes = 0;     // of this rank's collectives in all groups of the training
   double grads_mib = 0;  // memory of the gradients, if wanted
 };
 

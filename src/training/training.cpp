@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <set>
+
 #include "checkpoint/on_all_ranks.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/wrapper/logging.h"
@@ -66,7 +68,22 @@ void TrainingCore::require_elastic() {
   }
 }
 
+GroupStatistics TrainingCore::statistics() const {
+  auto sum = former_;
+  std::set<std::string> counted;
+  for (const auto& group : leaving_.empty() ? groups() : leaving_) {
+    if (counted.insert(group.name()).second) sum = sum + group.statistics();
+  }
+  return sum;
+}
+
+void TrainingCore::leave_groups() {
+  if (leaving_.empty()) leaving_ = groups();  // a change that has failed is followed by another one
+}
+
 void TrainingCore::follow(const Group& group) {
+  former_ = statistics();
+  leaving_.clear();
   group_ = group;
   auto parts = *parts_;
   parts.group = group;

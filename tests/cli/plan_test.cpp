@@ -16,6 +16,7 @@ using nlohmann::json;
 
 struct Case {
   std::string strategy, ranks, transport, model, dtype = "float32", optimizer = "adamw", compress = "none";
+  std::string hosts = "1", shard_size{};
 };
 
 void expect_train_does_what_plan_says(const Case& it) {
@@ -28,9 +29,10 @@ void expect_train_does_what_plan_says(const Case& it) {
                                         "--optimizer", it.optimizer, "--compress", it.compress, "--json"};
   auto plan_line = common, train_line = common;
   plan_line.insert(plan_line.begin(), "plan");
-  plan_line.push_back(folder.file("plan.json"));
+  plan_line.insert(plan_line.end(), {folder.file("plan.json"), "--hosts", it.hosts});
   train_line.insert(train_line.begin(), {"train", "--data", "reference", "--steps", std::to_string(steps)});
   train_line.push_back(folder.file("train.json"));
+  if (!it.shard_size.empty()) train_line.insert(train_line.end(), {"--shard-size", it.shard_size});
   const auto planned = shoal(plan_line);
   ASSERT_EQ(planned.code, 0) << planned.output;
   const auto trained = shoal(train_line);
@@ -51,6 +53,11 @@ void expect_train_does_what_plan_says(const Case& it) {
       EXPECT_EQ(expected, std::llround(counted)) << field;
     }
     EXPECT_LE(expected, std::llround(counted)) << field;
+  }
+  if (all_counted) {
+    const auto& sent = report["communication"]["step_bytes"];
+    ASSERT_EQ(sent.size(), static_cast<size_t>(steps));
+    EXPECT_EQ(sent.back(), calls[steps <= calls["plain_steps"] ? "plain_step" : "per_step"]["bytes"]);
   }
   constexpr double mebibyte = 1 << 20;
   for (const auto& [field, counter] :
@@ -79,7 +86,9 @@ TEST(Plan, BEY11_every_strategy_does_what_was_planned) {
         Case{"megatron", "2", "gloo", "mlp", "float32", "muon", "bf16"},  // whole parameters
         Case{"megatron", "3", "host", "mlp", "fp16_mixed", "lamb", "int8"},
         Case{"fsdp", "2", "host", "gpt", "float64", "accum_adamw"},
-        Case{"fsdp", "2", "gloo", "mlp", "float32", "muon", "topk:0.1"}}) {
+        Case{"fsdp", "2", "gloo", "mlp", "float32", "muon", "topk:0.1"},
+        // As if each half of the ranks had a host of its own.
+        Case{"hybrid", "4", "auto", "cnn", "float32", "adamw", "none", "2", "2"}}) {
     expect_train_does_what_plan_says(it);
   }
 }

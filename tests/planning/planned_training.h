@@ -39,6 +39,7 @@ void expect_training_does_what_was_planned(const Make& make, const Loss& loss, c
     options.options = own_options(expected.strategy, options.options);
     auto training = make_training(expected.strategy, make(), recipe, ranks.recorded(log), options);
     log->clear();
+    const auto before = training->statistics();
     constexpr int steps = 4;
     double grads_mib = 0;
     for (int step = 0; step < steps; ++step) {
@@ -50,6 +51,9 @@ void expect_training_does_what_was_planned(const Make& make, const Loss& loss, c
     int64_t bytes = 0;
     for (const auto& record : log->records()) bytes += record.bytes;
     const auto calls = static_cast<int64_t>(log->records().size());
+    const auto counted = training->statistics() - before;
+    EXPECT_EQ(counted.calls, calls);
+    EXPECT_EQ(counted.bytes, bytes);
     const int64_t plain = std::clamp<int64_t>(expected.plain_steps - 1, 0, steps - 1);
     const auto total = [&](int64_t PlannedCalls::*part) {
       return expected.first_step.*part + expected.rebuild.*part + plain * (expected.plain_step.*part) +

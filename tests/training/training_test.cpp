@@ -84,10 +84,12 @@ std::vector<at::Tensor> whole(Training<MlpImpl>& training) {
 class EveryStrategy : public testing::TestWithParam<std::string> {
  protected:
   static Training<MlpImpl> make(const StrategyOptions& more = {}, int seed = 3) {
-    const auto& strategy = find_strategy(GetParam());
-    Variant chosen{strategy.name, more};
+    return make_in(group_of(find_strategy(GetParam())), more, seed);
+  }
+  static Training<MlpImpl> make_in(const Group& ranks, const StrategyOptions& more = {}, int seed = 3) {
+    Variant chosen{GetParam(), more};
     add_known(chosen, small);
-    return make_training(strategy.name, seeded(seed), optimizer_recipe<FusedSGD>(sgd), group_of(strategy),
+    return make_training(GetParam(), seeded(seed), optimizer_recipe<FusedSGD>(sgd), ranks,
                          {.options = chosen.options, .clip_grad = largest_norm, .precision = Precision::float64()});
   }
 };
@@ -96,6 +98,23 @@ TEST_P(EveryStrategy, equals_one_process_on_the_whole_batch) {
   auto training = make();
   train(training, 0, steps);
   EXPECT_LT(difference(whole(training), reference()), 1e-9);
+}
+
+// As hybrid strategies have groups of their own, and FSDP over sockets one for gathers.
+TEST_P(EveryStrategy, counts_the_calls_of_all_its_groups) {
+  const auto& strategy = find_strategy(GetParam());
+  const auto log = std::make_shared<CallLog>();
+  const auto apart = strategy.has("shard_size") ? StrategyOptions{{"shard_size", "1"}} : StrategyOptions();
+  auto training = make_in(group_of(strategy).recorded(log), apart);
+  train(training, 0, 1);
+  log->clear();
+  const auto before = training->statistics();
+  train(training, 1, steps);
+  const auto counted = training->statistics() - before;
+  int64_t bytes = 0;
+  for (const auto& record : log->records()) bytes += record.bytes;
+  EXPECT_EQ(counted.calls, static_cast<int64_t>(log->records().size()));
+  EXPECT_EQ(counted.bytes, bytes);
 }
 
 TEST_P(EveryStrategy, goes_on_from_its_checkpoint) {

@@ -31,6 +31,8 @@ class ElasticTraining {
   virtual std::vector<std::string> description() const = 0;
   // What a step communicates between gradients and update, which the update then leaves out. Collective.
   virtual void prepare_step() {}
+  // Wrapper and optimizer are about to leave their groups, until follow().
+  virtual void leave_groups() {}
   // The group that wrapper and optimizer are in now.
   virtual void follow(const Group& group) = 0;
 };

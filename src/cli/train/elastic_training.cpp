@@ -49,8 +49,6 @@ void Trainer::keep_batch() {
 
 // Called in the recovery, when the failed work has been left and the world is new.
 void Trainer::follow(const ElasticChange& change) {
-  const auto former = group_.statistics();
-  ended_ = {ended_.calls + former.calls, ended_.bytes + former.bytes, ended_.waited_s + former.waited_s};
   enter_world();
   std::error_code ignored;
   const auto path = std::filesystem::path(options_.save) / step_name(last_saved_);
@@ -197,17 +195,16 @@ void Trainer::begin_epoch(Loop& loop) {
 std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result) {
   const bool is_first = result.loss.empty();
   MeasuredStep step;
-  const auto group = group_;
   int64_t sent = 0;  // until the end of the update, which an exchange may follow
   const auto update = [&] {
     measured_update(*strategy_, number, /*gradients=*/is_first, step);
-    sent = group.statistics().bytes;
+    sent = strategy_->statistics().bytes;
   };
   const TimedScope whole(timeline_of(group_), "step", number);
   const bool complete =
       options_.keep_global_batch ? step_of_shares(number, step, update) : step_of_micros(number, step, update);
   if (!complete) return std::nullopt;
-  step.bytes += group.statistics().bytes - sent;
+  step.bytes += strategy_->statistics().bytes - sent;
   if (is_first) result.grads_mib = step.grads_mib;
   result.wait_ms.push_back(step.wait_ms);
   result.update_ms.push_back(step.update_ms);

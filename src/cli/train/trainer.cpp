@@ -90,8 +90,10 @@ std::optional<nlohmann::ordered_json> Trainer::replan(int64_t number) {
   training_.reset();
   meeting_.reset();
   const auto before = options_.strategy;
+  const auto counted = communication();
   options_ = all_options_.under(due);
   const auto done = strategy_.replan(due, with_schedule(options_, total_steps()), recipe_of(options_));
+  ended_ = counted - strategy_->statistics();  // the replan is not a part of any step
   if (schedule_) schedule_ = schedule_->on(strategy_->optimizer());
   meeting_.emplace(*strategy_, group_);
   make_state();
@@ -272,8 +274,7 @@ void Trainer::take_over(Loop& loop) {
 }
 
 GroupStatistics Trainer::communication() const {
-  const auto now = group_.statistics();
-  return {ended_.calls + now.calls, ended_.bytes + now.bytes, ended_.waited_s + now.waited_s};
+  return ended_ + strategy_->statistics();
 }
 
 nlohmann::ordered_json Trainer::metrics_of(const Loop& loop, const TrainResult& result) const {
@@ -407,8 +408,7 @@ TrainResult Trainer::run() {
   result.state_mib = state_mib(*strategy_, *model_);
   if (!result.stopped) together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
   result.logging = strategy_->logging_data();
-  const auto after = communication();
-  result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
+  result.communication = communication() - before;
   result.wire_bytes = loopback_bytes() - wire;
   save_end(loop.number, result);
   if (elastic_) tell_changes(loop, result);

@@ -147,7 +147,7 @@ class Trainer {
   int started_ = 1;                     // ranks at the start of the job
   // For newcomers: next step, steps of an epoch, schedule_steps_, started_.
   at::Tensor position_ = at::zeros({4}, at::kLong);
-  GroupStatistics ended_{};  // communication in groups of ranks that have ended
+  GroupStatistics ended_{};  // communication under former strategies
 };
 
 }  // namespace shoal::cli

@@ -91,6 +91,8 @@ class Pager : private MemoryUser {
   // Reshards the pages held by unshard_all(). `store`: this rank's shards take their current values.
   void reshard_all(bool store);
   const Statistics& statistics() const { return statistics_; }
+  // Of the gathers.
+  const Group& group() const { return group_; }
 
  private:
   enum class State { sharded, gathering, unsharded };

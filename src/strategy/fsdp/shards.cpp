@@ -38,6 +38,14 @@ ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallel
   return made;
 }
 
+std::vector<Group> FullyShardedCore::groups() const {
+  const auto& groups = shards_->groups;
+  std::vector<Group> list{groups.all, groups.shard};
+  if (groups.replicas) list.push_back(*groups.replicas);
+  if (shards_->pager) list.push_back(shards_->pager->group());
+  return list;
+}
+
 std::string title(const Unit& unit) {
   return "unit " + (unit.name.empty() ? unit.parameters.front().name : unit.name);
 }

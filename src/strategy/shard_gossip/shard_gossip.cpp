@@ -271,6 +271,10 @@ const ExchangeStatistics& ShardGossipOptimizerCore::statistics() const {
   return gossip_->mixing->statistics();
 }
 
+const Group& ShardGossipOptimizerCore::across() const {
+  return gossip_->across;
+}
+
 const Topology& ShardGossipOptimizerCore::topology() const {
   return gossip_->mixing->topology();
 }

@@ -39,6 +39,7 @@ class FsdpTraining : public WrappedTraining<OpenFullyShardedCore, TrainingCore> 
 
  protected:
   OpenFullyShardedCore& wrapper() const override { return *parallel_; }
+  std::vector<Group> groups() const override { return parallel_->groups(); }
 
   std::unique_ptr<OpenFullyShardedCore> parallel_;
   std::unique_ptr<FullyShardedOptimizerCore> optimizer_;

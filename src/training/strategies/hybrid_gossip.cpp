@@ -41,6 +41,13 @@ class HybridGossip : public FsdpTraining {
   const ExchangeStatistics* exchanges() const override { return &gossip().statistics(); }
   double consensus_distance() override { return gossip().consensus_distance(); }
 
+ protected:
+  std::vector<Group> groups() const override {
+    auto list = FsdpTraining::groups();
+    list.insert(list.end(), {group_, gossip().across()});
+    return list;
+  }
+
  private:
   static MakeOptimizer averaging_with(const TrainingParts& parts, const Group& across) {
     return [parts, across, groups = groups_of_units(parts)](FullyShardedCore& parallel) {
