@@ -49,6 +49,25 @@ TEST(Bench, collectives_are_measured_over_every_transport_beside_a_copy) {
                                           "host staged", "tcp none", "tcp staged"}));
 }
 
+TEST(Bench, the_size_is_that_of_the_tensor_that_was_measured) {
+  const TempFolder folder;
+  const auto ended = shoal({"bench", "--rounds", "1", "--sizes", "5", "--dtypes", "float64,bfloat16", "--ops",
+                            "all_reduce,all_gather,send_recv", "--transports", "host", "--buffers", "staged", "--ranks",
+                            "3", "--json", folder.file("bench.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  std::map<std::string, int> bytes;
+  const auto report = read(folder.file("bench.json"));
+  for (const auto& figure : report["collectives"]) {
+    bytes[std::string(figure["op"]) + " " + std::string(figure["dtype"])] = figure["bytes"];
+  }
+  EXPECT_EQ(bytes, (std::map<std::string, int>{{"all_gather bfloat16", 6},
+                                               {"all_gather float64", 24},
+                                               {"all_reduce bfloat16", 4},
+                                               {"all_reduce float64", 8},
+                                               {"send_recv bfloat16", 4},
+                                               {"send_recv float64", 8}}));
+}
+
 TEST(Bench, mpi_is_measured_in_the_world_that_mpirun_makes) {
   if (std::string(MPIRUN).empty()) GTEST_SKIP() << "this build has no MPI";
   const TempFolder folder;
@@ -111,6 +130,12 @@ TEST(Bench, wrong_options_are_refused) {
            {{"--dtypes", "float8"}, "--dtypes float8"},
            {{"--steps", "10"}, "--steps is for training steps"},
            {{"--train", "--sizes", "4"}, "--sizes is for collectives"},
+           {{"--ops", "all_reduce", "--transports", "tcp", "--buffers", "shared"}, "--buffers shared: none of --ops"},
+           {{"--ops", "all_reduce", "--transports", "host", "--buffers", "staged,once"}, "--buffers once: none of"},
+           {{"--ops", "barrier", "--buffers", "staged"}, "--buffers staged: none of --ops barrier"},
+           {{"--train", "--peers", "foo"}, "--peers is for Python peers: give --peer-python"},
+           {{"--train", "--peer-impl", "bar"}, "--peer-impl is for Python peers"},
+           {{"--train", "--peer-script", "/nonexistent"}, "--peer-script is for Python peers"},
            {{"--threads", "0"}, "--threads 0: give at least 1"},
            {{"--train", "--strategies", "zero9"}, "--strategies zero9"},
            {{"--train", "--steps", "2"}, "--steps must be at least 4"},

@@ -75,7 +75,7 @@ void validate_start(const BenchOptions& options, const Placement& placement) {
   }
 }
 
-// Options of training without --train, and those of collectives with it.
+// Options of training without --train, those of collectives with it, and those of peers without any.
 void refuse_what_is_ignored(const CLI::App& command, bool train) {
   const std::set<std::string> of_collectives{"--ops", "--sizes", "--dtypes", "--buffers"};
   for (const auto* option : command.get_options()) {
@@ -84,6 +84,11 @@ void refuse_what_is_ignored(const CLI::App& command, bool train) {
     if (option->count() == 0 || (train ? of_collectives.count(name) == 0 : !of_training)) continue;
     throw UsageError(train ? name + " is for collectives: leave it out with --train"
                            : name + " is for training steps: give --train, too");
+  }
+  if (command.get_option("--peer-python")->count() > 0) return;
+  for (const auto* name : {"--peer-script", "--peers", "--peer-impl"}) {
+    if (command.get_option(name)->count() == 0) continue;
+    throw UsageError(fmt::format("{} is for Python peers: give --peer-python, too", name));
   }
 }
 
@@ -124,9 +129,9 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command
       ->add_option("--buffers", collectives.buffers,
                    "memory of the tensors over host: shared (Group::allocate), once (Group::allocate_host_shared, "
-                   "all_gather only), staged (any other memory, which is copied); other transports always copy")
-      ->delimiter(',')
-      ->capture_default_str();
+                   "all_gather only), staged (any other memory, which is copied); other transports always copy "
+                   "(default: all)")
+      ->delimiter(',');
   command->add_option("--rounds", options->rounds,
                       "number of rounds; each measures every case once (default: 20, with --train 3)");
   auto& training = options->training;

@@ -38,13 +38,35 @@ const std::vector<std::string>& known_ops() {
   return ops;
 }
 
+const std::vector<std::string>& known_buffers() {
+  static const std::vector<std::string> buffers{"shared", "once", "staged"};
+  return buffers;
+}
+
+// Whether an operation can be measured in this kind of memory over a transport.
+bool fits(const std::string& buffers, const std::string& op, const std::string& transport) {
+  if (op == "barrier") return false;
+  if (buffers == "staged") return true;
+  return transport == "host" && (buffers != "once" || op == "all_gather");  // other transports copy in any case
+}
+
+// Elements of the full tensor: at least one, and for an operation that divides it equally many for each rank.
+int64_t elements_of(const std::string& op, const std::string& dtype, int64_t bytes, int64_t ranks) {
+  if (op == "barrier") return 0;
+  const bool divides = op == "reduce_scatter" || op == "all_gather" || op == "all_to_all";
+  const int64_t parts = divides ? ranks : 1;
+  const auto of_one = static_cast<int64_t>(c10::elementSize(known_dtypes().at(dtype)));
+  return std::max<int64_t>(1, bytes / of_one / parts) * parts;
+}
+
 // Case of the bench: an operation on tensors of one size and dtype, in one kind of memory, over one transport.
 class Case {
  public:
   Case(std::string op, std::string dtype, int64_t bytes, std::string transport, std::string buffers, const Group& group)
       : op_(std::move(op)),
         dtype_(std::move(dtype)),
-        bytes_(bytes),
+        numel_(elements_of(op_, dtype_, bytes, group.size())),
+        bytes_(numel_ > 0 ? numel_ * static_cast<int64_t>(c10::elementSize(known_dtypes().at(dtype_))) : 0),
         transport_(std::move(transport)),
         buffers_(std::move(buffers)),
         group_(group) {}
@@ -113,14 +135,14 @@ class Case {
   }
 
   void allocate() {
-    if (bytes_ == 0) return;
+    if (numel_ == 0) return;
     const auto options = at::TensorOptions(known_dtypes().at(dtype_));
     const int64_t size = group_.size();
-    const auto part = std::max<int64_t>(1, bytes_ / static_cast<int64_t>(options.dtype().itemsize()) / size);
+    const auto part = numel_ / size;
     if (buffers_ == "once") {
       std::vector<Range> owners;
       for (int64_t rank = 0; rank < size; ++rank) owners.push_back({rank * part, (rank + 1) * part});
-      once_ = group_.allocate_host_shared(part * size, options, owners);
+      once_ = group_.allocate_host_shared(numel_, options, owners);
       once_->own().fill_(1);
       full_ = once_->tensor();
       return;
@@ -128,8 +150,8 @@ class Case {
     const auto make = [&](int64_t count) {
       return buffers_ == "shared" ? group_.allocate(count, options).fill_(1) : at::ones({count}, options);
     };
-    full_ = make(part * size);
-    part_ = make(part);
+    full_ = make(numel_);
+    if (op_ == "reduce_scatter" || op_ == "all_gather") part_ = make(part);
   }
 
   void copy(int repeat) {
@@ -142,6 +164,7 @@ class Case {
   }
 
   std::string op_, dtype_;
+  int64_t numel_;  // of the full tensor
   int64_t bytes_;
   std::string transport_, buffers_;
   Group group_;
@@ -157,12 +180,8 @@ constexpr const char* nothing = "none";  // dtype and buffers of a barrier
 // Kinds of memory in which an operation can be measured over a transport.
 std::vector<std::string> buffers_of(const CollectiveOptions& options, const std::string& op,
                                     const std::string& transport) {
-  std::vector<std::string> list;
-  for (const auto& buffers : options.buffers) {
-    if (buffers != "staged" && transport != "host") continue;  // other transports copy in any case
-    if (buffers == "once" && op != "all_gather") continue;
-    list.push_back(buffers);
-  }
+  auto list = options.buffers.empty() ? known_buffers() : options.buffers;
+  std::erase_if(list, [&](const auto& buffers) { return !fits(buffers, op, transport); });
   return list;
 }
 
@@ -208,9 +227,20 @@ void CollectiveOptions::validate() const {
   auto known_transports = transport_names();
   std::erase(known_transports, "auto");
   within("--transports", transports, known_transports);
-  within("--buffers", buffers, {"shared", "once", "staged"});
+  within("--buffers", buffers, known_buffers());
   for (const auto& size : sizes) parse_bytes(size);
   if (rounds < 1) faults.emplace_back("--rounds must be at least 1");
+  for (const auto& kind : buffers) {
+    const bool measured = std::any_of(ops.begin(), ops.end(), [&](const auto& op) {
+      return std::any_of(transports.begin(), transports.end(),
+                         [&](const auto& transport) { return fits(kind, op, transport); });
+    });
+    if (measured || !faults.empty()) continue;
+    throw UsageError(
+        fmt::format("--buffers {}: none of --ops {} over --transports {} has it: shared needs host, once needs "
+                    "all_gather over host, a barrier has no memory",
+                    kind, fmt::join(ops, ","), fmt::join(transports, ",")));
+  }
   if (!faults.empty()) throw UsageError(fmt::format("{}", fmt::join(faults, "; ")));
 }
 
