@@ -37,6 +37,10 @@ void require_writable_file(const char* option, const std::string& path) {
   if (!existed) std::filesystem::remove(std::filesystem::canonical(path, error), error);  // not the link to it
 }
 
+void require_not_standard_output(const char* option, const std::string& path) {
+  if (path == "-") throw UsageError(fmt::format("{} -: it does not go to standard output: give a file", option));
+}
+
 void require_writable_folder(const char* option, const std::string& path) {
   if (path.empty()) return;
   std::error_code error;

@@ -9,7 +9,9 @@ namespace shoal::cli {
 
 // UsageError, which names the option, if the file cannot be written. Does not create or change it. Accepts "" and "-".
 void require_writable_file(const char* option, const std::string& path);
-// The same for a folder, which is created if necessary.
+// UsageError if the path is "-", for outputs that are files only.
+void require_not_standard_output(const char* option, const std::string& path);
+// The same as require_writable_file() for a folder, which is created if necessary.
 void require_writable_folder(const char* option, const std::string& path);
 // UsageError if the output is one of the files that the command reads, or lies in one of the folders. Accepts "" and "-".
 void require_not_read(const char* option, const std::string& output, const std::vector<std::filesystem::path>& read);

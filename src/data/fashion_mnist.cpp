@@ -50,8 +50,9 @@ Files find_files(Split split, const std::optional<fs::path>& folder) {
 
 }  // namespace
 
-void require_fashion_mnist(Split split, const std::optional<fs::path>& folder) {
-  find_files(split, folder);
+std::vector<fs::path> fashion_mnist_files(Split split, const std::optional<fs::path>& folder) {
+  const auto [images, labels] = find_files(split, folder);
+  return {images, labels};
 }
 
 std::shared_ptr<ImageDataset> fashion_mnist(Split split, const std::optional<fs::path>& folder, at::ScalarType dtype) {

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "data/image_dataset.h"
 
@@ -15,7 +16,8 @@ namespace shoal::data {
 std::shared_ptr<ImageDataset> fashion_mnist(Split split, const std::optional<std::filesystem::path>& folder = {},
                                             at::ScalarType dtype = at::kFloat);
 
-// Throws the errors of fashion_mnist() for missing files, without reading any.
-void require_fashion_mnist(Split split, const std::optional<std::filesystem::path>& folder = {});
+// The files that fashion_mnist() reads; throws its errors for missing ones, and reads none.
+std::vector<std::filesystem::path> fashion_mnist_files(Split split,
+                                                       const std::optional<std::filesystem::path>& folder = {});
 
 }  // namespace shoal::data

@@ -157,6 +157,30 @@ TEST(Start, places_to_write_to_are_looked_at_before_training) {
   EXPECT_FALSE(std::filesystem::exists(report));
 }
 
+TEST(Start, outputs_do_not_replace_what_the_command_reads_or_saves) {
+  const TempFolder folder;
+  const auto text = folder.file("text"), topology = folder.file("topology.json"), save = folder.file("run");
+  std::ofstream(text) << std::string(5000, 'x');
+  std::ofstream(topology) << R"({"ranks": 2, "rounds": [{"groups": [[0, 1]]}]})";
+  for (const std::string name : {"train-images-idx3-ubyte", "train-labels-idx1-ubyte"})
+    std::ofstream(folder.file(name)) << "not read before the ranks start";
+  for (const std::string option : {"--json", "--metrics"}) {
+    SCOPED_TRACE(option);
+    expect_refused({"train", "--model", "gpt", "--data", "text:" + text, option, text},
+                   option + ": cannot write " + text + ": the command reads");
+    const auto labels = folder.file("train-labels-idx1-ubyte");
+    expect_refused({"train", "--data", "fashion-mnist:" + folder.file(""), option, labels},
+                   option + ": cannot write " + labels + ": the command reads");
+    expect_refused(reference({"--strategy", "decentralized", "--topology-file", topology, option, topology}),
+                   option + ": cannot write " + topology + ": the command reads");
+    for (const std::string saved : {"/latest", "/model.safetensors"})
+      expect_refused(reference({"--save", save, option, save + saved}), "are both " + save + saved);
+  }
+  EXPECT_EQ(std::filesystem::file_size(text), 5000U);
+  expect_refused(reference({"--metrics", "-"}), "--metrics -: it does not go to standard output: give a file");
+  expect_refused({"bench", "--html", "-"}, "--html -: it does not go to standard output: give a file");
+}
+
 // Output that is still possible is written.
 TEST(Start, a_place_that_vanishes_during_training_is_an_error_at_the_end) {
   const TempFolder folder;

@@ -110,7 +110,29 @@ TEST(TopologyCommand, BEY13_refuses_what_makes_no_sense) {
   EXPECT_THAT(refusal({"ring", "--ranks", "4", "--local-size", "3"}), HasSubstr("give a multiple of 3"));
   EXPECT_THAT(refusal({"ring", "--file", "x.json"}), HasSubstr("give the name of a topology or --file"));
   EXPECT_THAT(refusal({"--file", "x.json", "--seed", "1"}), HasSubstr("--seed is for named topologies"));
+  EXPECT_THAT(refusal({"ring", "--ranks", "4", "--html", "-"}), HasSubstr("--html -: it does not go to"));
+  EXPECT_THAT(refusal({"ring", "--ranks", "4", "--svg", "-"}), HasSubstr("--svg -: it does not go to"));
   EXPECT_THAT(refusal({"--file", "/nowhere/x.json"}), HasSubstr("cannot open /nowhere/x.json: No such file"));
+}
+
+TEST(TopologyCommand, BEY13_no_output_replaces_another_or_the_file_that_is_read) {
+  const TempFolder folder;
+  const auto file = folder.file("topology.json"), one = folder.file("one");
+  const std::string text = R"({"ranks": 2, "rounds": [{"groups": [[0, 1]]}]})";
+  std::ofstream(file) << text;
+  const std::vector<std::string> outputs{"--html", "--svg", "--json"};
+  for (const auto& output : outputs) {
+    const auto ended = topology({"--file", file, output, file});
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_THAT(ended.output, HasSubstr(output + ": cannot write " + file + ": the command reads"));
+    for (const auto& other : outputs) {
+      if (other == output) continue;
+      const auto both = topology({"ring", "--ranks", "4", output, one, other, one});
+      EXPECT_EQ(both.code, 2) << both.output;
+      EXPECT_THAT(both.output, HasSubstr("give two files"));
+    }
+  }
+  EXPECT_EQ(text_of(file), text);
 }
 
 }  // namespace

@@ -181,6 +181,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
     if (options->train) options->training.validate();
     const auto placement = find_placement({}, process_environment());
     validate_start(*options, placement);
+    require_not_standard_output("--html", options->html);
     require_two_files("--json", options->json, "--html", options->html);
     if (placement.rank == 0) {
       require_writable_file("--json", options->json);

@@ -39,6 +39,19 @@ int list_topologies(const std::string& json) {
   return 0;
 }
 
+// No output may replace another one, or the file that is read.
+void check_outputs(const TopologyOptions& options) {
+  require_not_standard_output("--html", options.html);
+  require_not_standard_output("--svg", options.svg);
+  require_two_files("--html", options.html, "--svg", options.svg);
+  require_two_files("--html", options.html, "--json", options.json);
+  require_two_files("--svg", options.svg, "--json", options.json);
+  if (options.file.empty()) return;
+  require_not_read("--html", options.html, {options.file});
+  require_not_read("--svg", options.svg, {options.file});
+  require_not_read("--json", options.json, {options.file});
+}
+
 void check(const TopologyOptions& options) {
   if (options.list) return;
   if (options.name.empty() == options.file.empty()) {
@@ -95,7 +108,7 @@ void add_topology_command(CLI::App& app, Action& chosen) {
       chosen = [json = options->json] { return list_topologies(json); };
       return;
     }
-    require_two_files("--svg", options->svg, "--json", options->json);
+    check_outputs(*options);
     const auto topology = std::make_shared<Topology>(find(*options));
     chosen = [options, topology] { return show(*options, *topology); };
   });

@@ -123,16 +123,20 @@ class DatasetFeed : public Feed {
 
 }  // namespace
 
-void check_data(const TrainOptions& options) {
-  if (options.reference_data()) return;
+std::vector<std::filesystem::path> data_files(const TrainOptions& options) {
+  std::vector<std::filesystem::path> files;
+  if (options.reference_data()) return files;
   for (const auto split : {data::Split::train, data::Split::test}) {
     if (split == data::Split::test && !options.eval) continue;
     if (options.text_data()) {
       data::text_file(options.data_path().value(), models::gpt_config(options.size).context, split);
+      files.emplace_back(options.data_path().value());
     } else {
-      data::require_fashion_mnist(split, options.data_path());
+      const auto images_and_labels = data::fashion_mnist_files(split, options.data_path());
+      files.insert(files.end(), images_and_labels.begin(), images_and_labels.end());
     }
   }
+  return files;
 }
 
 std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks) {

@@ -1,8 +1,10 @@
 #pragma once
 // Source of batches for `shoal train`.
 
+#include <filesystem>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "cli/train/train_options.h"
 #include "data/dataset.h"
@@ -42,8 +44,8 @@ class Feed {
   virtual std::shared_ptr<data::Dataset> test_data() const = 0;
 };
 
-// UsageError if the data is missing or too short; reads next to nothing.
-void check_data(const TrainOptions& options);
+// The files that the feed reads. UsageError if the data is missing or too short; reads next to nothing.
+std::vector<std::filesystem::path> data_files(const TrainOptions& options);
 std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks);
 
 }  // namespace shoal::cli

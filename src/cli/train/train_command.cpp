@@ -197,23 +197,37 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
   return ranks;
 }
 
+// Neither the report nor the metrics may replace what the training reads, or what it saves.
+void check_outputs(const TrainOptions& options, std::vector<std::filesystem::path> read) {
+  const auto topology = options.strategy_options.find("topology_file");
+  if (topology != options.strategy_options.end()) read.emplace_back(topology->second);
+  require_writable_folder("--save", options.save);
+  for (const auto& [option, path] : {std::pair("--json", options.json), std::pair("--metrics", options.metrics)}) {
+    require_not_read(option, path, read);
+    if (!options.save.empty()) {
+      for (const auto* saved : {"/latest", "/model.safetensors"})
+        require_two_files(option, path, "--save", options.save + saved);
+    }
+    require_writable_file(option, path);
+  }
+  require_not_standard_output("--metrics", options.metrics);
+  require_two_files("--metrics", options.metrics, "--json", options.json);
+}
+
 // Reports faults that every rank would find on its own, and those that would show only after training.
 void check_start(const TrainOptions& options, const Placement& placement, int ranks) {
   if (options.elastic.value_or(0) > ranks) {
     throw UsageError(fmt::format("--elastic {}: give at most {}, the ranks that start", *options.elastic, ranks));
   }
   options.check_strategy(ranks, placement.source == "alone" ? std::optional(1) : std::nullopt);
-  check_data(options);
+  const auto data = data_files(options);
   require_open_files(ranks);
   if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(arena_bytes);
   require_writable_folder("--trace", options.trace);
   require_writable_folder("--flight-recorder", options.flight_recorder);
   if (placement.rank != 0) return;
   if (!options.trace.empty()) remove_traces(options.trace);
-  require_writable_folder("--save", options.save);
-  require_writable_file("--json", options.json);
-  require_writable_file("--metrics", options.metrics);
-  require_two_files("--metrics", options.metrics, "--json", options.json);
+  check_outputs(options, data);
 }
 
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
