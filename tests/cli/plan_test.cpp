@@ -103,6 +103,12 @@ TEST(Plan, BEY11_a_hook_that_a_strategy_refuses_is_left_out_or_refused) {
   const auto ended = shoal({"plan", "--model", "mlp", "--compress", "powersgd:2", "--strategy", "zero2"});
   EXPECT_EQ(ended.code, 2) << ended.output;
   EXPECT_NE(ended.output.find("it is for ddp, zero1"), std::string::npos) << ended.output;
+  for (const std::string hook : {"foo", "topk:0", "topk:x", "powersgd:x", "powersgd:0"}) {
+    const auto none = shoal({"plan", "--model", "mlp", "--compress", hook});
+    EXPECT_EQ(none.code, 2) << hook << "\n" << none.output;
+    EXPECT_EQ(none.output.find("gradients as"), std::string::npos) << hook << "\n" << none.output;
+  }
+  EXPECT_NE(shoal({"plan", "--compress", "foo"}).output.find("--compress foo: give none, fp16"), std::string::npos);
 }
 
 double total(const std::string& dtype, const std::string& strategy, const std::string& ranks) {
@@ -156,6 +162,8 @@ TEST(Plan, refuses_what_it_cannot_plan) {
     return ended.output;
   };
   EXPECT_NE(refusal({"--params", "-1"}).find("--params -1"), std::string::npos);
+  EXPECT_NE(refusal({"--params", "1e300"}).find("--params 1e+300"), std::string::npos);
+  EXPECT_NE(refusal({"--json", "/nowhere/plan.json"}).find("--json: cannot write"), std::string::npos);
   EXPECT_NE(refusal({"--params", "1e9", "--model", "cnn"}).find("--params"), std::string::npos);
   EXPECT_NE(refusal({"--params", "1e9", "--dtype", "int4"}).find("--dtype int4"), std::string::npos);
   EXPECT_NE(refusal({"--params", "1e9", "--optimizer", "adafactor"}).find("shapes"), std::string::npos);

@@ -4,13 +4,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <map>
 
 #include "cli/commands.h"
 #include "cli/strategies/optimizers.h"
+#include "cli/strategies/strategy_options.h"
 #include "cli/train/report.h"
+#include "cli/writable.h"
 #include "data/reference.h"
 #include "layout/model_bytes.h"
 #include "models/loss.h"
@@ -18,6 +19,7 @@
 #include "planning/strategy_plan.h"
 #include "shoal/error.h"
 #include "shoal/progress.h"
+#include "training/hook_text.h"
 
 namespace shoal::cli {
 namespace {
@@ -166,13 +168,15 @@ int plan_built_in(const CommandOptions& options) {
     if (!wanted(options, strategy)) continue;
     auto train = options.train;
     train.strategy = strategy;
+    train.complete();
     try {
-      train.complete();
       train.check_strategy(ranks, options.hosts);
     } catch (const UsageError&) {
       // --strategy all: skips strategies that do not accept the hook.
-      if (options.strategy == "all" && compress != "none") continue;
-      throw;
+      if (options.strategy != "all" || compress == "none") throw;
+      train.strategy_options.erase("compress");
+      train.check_strategy(ranks, options.hosts);
+      continue;
     }
     auto& planned = by_dtype[train.precision().parameters];
     if (!planned.module) {
@@ -199,8 +203,9 @@ void check(CommandOptions& options) {
   if (std::find(known.begin(), known.end(), options.strategy) == known.end()) {
     throw UsageError(fmt::format("--strategy {}: choose one of {}", options.strategy, fmt::join(known, ", ")));
   }
-  if (options.params && !(*options.params > 0 && std::isfinite(*options.params))) {
-    throw UsageError(fmt::format("--params {}: give a number above 0", *options.params));
+  constexpr double most_params = 1e15;
+  if (options.params && !(*options.params > 0 && *options.params <= most_params)) {
+    throw UsageError(fmt::format("--params {}: give a number above 0, at most {}", *options.params, most_params));
   }
   const int ranks = options.train.ranks.value_or(2);
   if (options.hosts < 1 || ranks % options.hosts != 0) {
@@ -221,6 +226,7 @@ void check(CommandOptions& options) {
     train.dtype = "float32";
   }
   train.complete();
+  in_words_of_the_command_line([&] { make_hook(train.compress()); });
   if (options.strategy != "all") train.check_strategy(ranks, options.hosts);
   if (options.params) state_per_element(train.optimizer);
 }
@@ -269,6 +275,7 @@ void add_plan_command(CLI::App& app, Action& chosen) {
   command->add_option("--json", options->json, "write the figures as JSON to this file; - is standard output");
   command->callback([options, &chosen] {
     check(*options);
+    require_writable_file("--json", options->json);
     chosen = [options] { return options->params ? plan_number(*options) : plan_built_in(*options); };
   });
 }
