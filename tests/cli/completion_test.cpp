@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <map>
 #include <sstream>
 
 #include "tests/cli/shoal_program.h"
@@ -42,6 +43,28 @@ TEST(Completion, bash_offers_commands_options_and_values) {
   EXPECT_THAT(offered({"shoal", "trace", "merge", "traces", "--out"}), ElementsAre("--output"));
   EXPECT_THAT(offered({"shoal", "topology", "one-peer-e"}), Contains("one-peer-exp"));
   EXPECT_THAT(offered({"shoal", "train", "--model", "mlp", "-"}), AllOf(Contains("--help"), Not(Contains("--html"))));
+}
+
+TEST(Completion, bash_offers_values_that_the_command_takes) {
+  EXPECT_THAT(offered({"shoal", "plan", "--strategy", ""}),
+              AllOf(Contains("all"), Contains("hybrid"), Not(Contains("none")), Not(Contains("local_sgd"))));
+  EXPECT_THAT(offered({"shoal", "bench", "--strategies", ""}), AllOf(Contains("ddp"), Not(Contains("none"))));
+  EXPECT_THAT(offered({"shoal", "bench", "--transports", ""}), AllOf(Contains("host"), Not(Contains("auto"))));
+  EXPECT_THAT(offered({"shoal", "train", "--transport", ""}), Contains("auto"));
+  EXPECT_THAT(offered({"shoal", "bench", "--buffers", "s"}), ElementsAre("shared", "staged"));
+  for (const std::string command : {"train", "plan"})
+    EXPECT_THAT(offered({"shoal", command, "--compress", ""}), ElementsAre("none", "fp16", "bf16", "int8"));
+  EXPECT_THAT(offered({"shoal", "completion", ""}), ElementsAre("bash", "zsh"));
+}
+
+TEST(Completion, json_has_whole_help_texts) {
+  std::map<std::string, std::string> help;
+  for (const auto& command : nlohmann::json::parse(shoal({"completion", "bash", "--json", "-"}).output)) {
+    if (command["command"] != "train") continue;
+    for (const auto& option : command["options"]) help[option["names"].back()] = option["help"];
+  }
+  EXPECT_THAT(help["--schedule"], testing::EndsWith("step, down by a factor"));
+  EXPECT_THAT(help["--logging-data"], testing::HasSubstr("rank 0's wrapper"));
 }
 
 // An empty answer makes bash offer files.

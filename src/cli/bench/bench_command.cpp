@@ -140,7 +140,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
       ->add_option(
           "--strategies", training.strategies,
           fmt::format("--train: strategies to measure: {}; decentralized:TOPOLOGY, and the peer decent_dp:TOPOLOGY",
-                      fmt::join(strategy_names(), ", ")))
+                      fmt::join(measured_strategies(), ", ")))
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--model", training.model, "--train: model: mlp, cnn, gpt")->capture_default_str();

@@ -210,24 +210,32 @@ std::vector<Case> cases_of(const CollectiveOptions& options, const Worlds& world
 
 }  // namespace
 
+std::map<std::string, std::vector<std::string>> known_collective_values() {
+  std::vector<std::string> types;
+  for (const auto& [name, type] : known_dtypes()) types.push_back(name);
+  auto transports = transport_names();
+  std::erase(transports, "auto");
+  return {{"--ops", known_ops()},
+          {"--dtypes", types},
+          {"--transports", transports},
+          {"--buffers", known_buffers()}};
+}
+
 void CollectiveOptions::validate() const {
   std::vector<std::string> faults;
-  const auto within = [&](const char* option, const std::vector<std::string>& given,
-                          const std::vector<std::string>& known) {
+  const auto all_known = known_collective_values();
+  const auto within = [&](const char* option, const std::vector<std::string>& given) {
+    const auto& known = all_known.at(option);
     for (const auto& value : given) {
       if (std::find(known.begin(), known.end(), value) == known.end()) {
         faults.push_back(fmt::format("{} {}: choose from {}", option, value, fmt::join(known, ", ")));
       }
     }
   };
-  std::vector<std::string> types;
-  for (const auto& [name, type] : known_dtypes()) types.push_back(name);
-  within("--ops", ops, known_ops());
-  within("--dtypes", dtypes, types);
-  auto known_transports = transport_names();
-  std::erase(known_transports, "auto");
-  within("--transports", transports, known_transports);
-  within("--buffers", buffers, known_buffers());
+  within("--ops", ops);
+  within("--dtypes", dtypes);
+  within("--transports", transports);
+  within("--buffers", buffers);
   for (const auto& size : sizes) parse_bytes(size);
   if (rounds < 1) faults.emplace_back("--rounds must be at least 1");
   for (const auto& kind : buffers) {

@@ -1,6 +1,7 @@
 #pragma once
 // Bench of collectives over every transport, in turn in every round, so that all meet the same state of the machine.
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -18,6 +19,9 @@ struct CollectiveOptions {
   // UsageError lists all faults.
   void validate() const;
 };
+
+// Valid values of ops, dtypes, transports and buffers, by the option of the command line.
+std::map<std::string, std::vector<std::string>> known_collective_values();
 
 // Run by every rank of the job; the result is complete on rank 0. "bytes" is the size of the tensor that all ranks have
 // whole: for all_reduce and broadcast the tensor, for reduce_scatter the input, for all_gather the output. It differs from

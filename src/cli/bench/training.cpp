@@ -197,9 +197,15 @@ Json figure(const TrainingBench& bench, size_t number, const TrainingBenchOption
 
 }  // namespace
 
+std::vector<std::string> measured_strategies() {
+  auto names = strategy_names();
+  std::erase_if(names, [](const auto& name) { return find_strategy(name).pace == Pace::single; });
+  return names;
+}
+
 void TrainingBenchOptions::validate() const {
   std::vector<std::string> faults;
-  const auto known = strategy_names();
+  const auto known = measured_strategies();
   for (const auto& strategy : strategies) {
     if (std::find(known.begin(), known.end(), name_of(strategy)) == known.end()) {
       faults.push_back(fmt::format("--strategies {}: choose from {}", strategy, fmt::join(known, ", ")));

@@ -31,6 +31,9 @@ struct TrainingBenchOptions {
   void validate() const;
 };
 
+// Valid names in `strategies`, before a topology.
+std::vector<std::string> measured_strategies();
+
 struct TrainingBench {
   StrategyBench figures;
   std::vector<std::string> peers;                            // of each contestant: "shoal" or a peer of peers.py

@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <map>
 
+#include "cli/bench/collectives.h"
+#include "cli/bench/training.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
 #include "comm/transport/transport.h"
 #include "models/registry.h"
+#include "shoal/plan.h"
 #include "shoal/topology.h"
 #include "shoal/training.h"
 
@@ -34,18 +37,35 @@ Names model_size_names() {
   return names;
 }
 
-// By name of the option.
-std::map<std::string, Names> known_values() {
-  std::map<std::string, Names> values{
-      {"--strategy", strategy_names()},   {"--strategies", strategy_names()}, {"--model", models::model_names()},
-      {"--size", model_size_names()},     {"--transport", transport_names()}, {"--transports", transport_names()},
-      {"--optimizer", optimizer_names()}, {"--schedule", schedule_names()},   {"--dtype", precision_names()},
-      {"--topology", topology_names()},   {"--init", {"torch", "reference"}}, {"--device", {"cpu", "cuda"}}};
+// By command and name of the option.
+using KnownValues = std::map<std::pair<std::string, std::string>, Names>;
+
+KnownValues known_values() {
+  KnownValues values{{{"train", "--strategy"}, strategy_names()},
+                     {{"train", "--schedule"}, schedule_names()},
+                     {{"train", "--topology"}, topology_names()},
+                     {{"train", "--init"}, {"torch", "reference"}},
+                     {{"train", "--device"}, {"cpu", "cuda"}},
+                     {{"bench", "--strategies"}, measured_strategies()},
+                     {{"bench", "--peer-impl"}, {"default", "foreach", "fused"}},
+                     {{"plan", "--strategy"}, plannable_strategies()}};
+  values[{"plan", "--strategy"}].emplace_back("all");
+  for (const std::string command : {"train", "bench", "plan"}) {
+    values[{command, "--model"}] = models::model_names();
+    values[{command, "--size"}] = model_size_names();
+    values[{command, "--optimizer"}] = optimizer_names();
+  }
+  for (const std::string command : {"train", "plan"}) {
+    values[{command, "--transport"}] = transport_names();
+    values[{command, "--dtype"}] = precision_names();
+    values[{command, "--compress"}] = {"none", "fp16", "bf16", "int8"};  // others have a number
+  }
+  for (const auto& [option, names] : known_collective_values()) values[{"bench", option}] = names;
   for (const auto& strategy : strategy_names()) {
     for (const auto& option : find_strategy(strategy).options) {
       auto name = "--" + option.name;
       std::replace(name.begin(), name.end(), '_', '-');
-      if (!option.choices.empty()) values.try_emplace(name, option.choices);
+      if (!option.choices.empty()) values.try_emplace({"train", name}, option.choices);
     }
   }
   return values;
@@ -61,29 +81,29 @@ std::string shell_words(const std::string& text) {
   return result;
 }
 
-Completed::Option completed(const CLI::Option& option, const std::map<std::string, Names>& values) {
-  Completed::Option result{.names = {}, .help = shell_words(option.get_description())};
+Completed::Option completed(const CLI::Option& option, const std::string& path, const KnownValues& values) {
+  Completed::Option result{.names = {}, .help = option.get_description()};
   for (const auto& name : option.get_snames()) result.names.push_back("-" + name);
   for (const auto& name : option.get_lnames()) result.names.push_back("--" + name);
   result.takes_value = option.get_items_expected_max() > 0;
   for (const auto& name : result.names) {
-    const auto found = values.find(name);
+    const auto found = values.find({path, name});
     if (result.takes_value && found != values.end()) result.values = found->second;
   }
   return result;
 }
 
-void add_completed(const CLI::App& app, const std::string& path, const std::map<std::string, Names>& values,
+void add_completed(const CLI::App& app, const std::string& path, const KnownValues& values,
                    std::vector<Completed>& all) {
   Completed command{.path = path};
   for (const auto* option : app.get_options()) {
     if (!option->nonpositional()) continue;
-    command.options.push_back(completed(*option, values));
+    command.options.push_back(completed(*option, path, values));
   }
   if (path == "topology") command.values = topology_names();
+  if (path == "completion") command.values = {"bash", "zsh"};
   const auto subcommands = app.get_subcommands([](const CLI::App*) { return true; });
-  for (const auto* sub : subcommands)
-    command.commands.emplace_back(sub->get_name(), shell_words(sub->get_description()));
+  for (const auto* sub : subcommands) command.commands.emplace_back(sub->get_name(), sub->get_description());
   all.push_back(std::move(command));
   for (const auto* sub : subcommands)
     add_completed(*sub, path.empty() ? sub->get_name() : path + " " + sub->get_name(), values, all);
@@ -180,7 +200,7 @@ std::string bash_completion(const std::vector<Completed>& commands) {
 
 std::string zsh_completion(const std::vector<Completed>& commands) {
   const auto described = [](const std::string& name, const std::string& help) {
-    std::string text = help;
+    std::string text = shell_words(help);
     for (auto at = text.find(':'); at != std::string::npos; at = text.find(':', at + 2)) text.insert(at, "\\");
     return fmt::format("'{}:{}' ", name, text);
   };

@@ -11,7 +11,7 @@ namespace shoal::cli {
 struct Completed {
   struct Option {
     std::vector<std::string> names;  // with their dashes
-    std::string help;                // its first sentence
+    std::string help;
     bool takes_value = false;
     std::vector<std::string> values{};  // empty: any; shells offer files
   };
