@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <random>
+#include <sstream>
 
 #include "comm/telemetry/flight_recorder.h"
 #include "comm/telemetry/verdict.h"
@@ -51,6 +52,14 @@ class FlightFiles : public ::testing::Test {
   std::string path_ = folder_.file("rank-0.flight");
   std::string good_;
 };
+
+TEST_F(FlightFiles, have_the_size_that_the_documents_say) {
+  EXPECT_EQ(good_.size(), flight_bytes);
+  std::stringstream text;
+  text << std::ifstream(DOCS "/telemetry.md").rdbuf();
+  EXPECT_THAT(text.str(),
+              HasSubstr(fmt::format("Each file takes {},{:03} bytes", flight_bytes / 1000, flight_bytes % 1000)));
+}
 
 TEST_F(FlightFiles, what_cannot_be_is_refused) {
   EXPECT_NO_THROW(verdict(read_flights({path_})));
