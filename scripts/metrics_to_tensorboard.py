@@ -2,7 +2,8 @@
 
     python scripts/metrics_to_tensorboard.py metrics.jsonl runs/first     # then: tensorboard --logdir runs
 
-Every number of a line becomes a scalar at the line's step. A file that is still growing can be converted again: the
+Every number of a line becomes a scalar at the line's step. Lines that are not JSON or have no step are left out with a
+note, as by `shoal top` and `shoal report`. A file that is still growing can be converted again: the
 folder must be empty or absent each time.
 
 An event file is a sequence of records, [length: 8 bytes | its checksum | data | its checksum], little-endian, whose data
@@ -62,29 +63,34 @@ def scalar_event(wall_time, step, scalars):
 
 
 def convert(source, folder):
-    """Returns the number of scalars written. ValueError names the line that is not one of shoal's."""
+    """Returns the number of scalars written and notes on lines that are left out. ValueError if all are."""
     if os.path.isdir(folder) and os.listdir(folder):
         raise ValueError(f"{folder} is not empty")
-    records, count = [version_event(0)], 0
-    with open(source, encoding="utf-8") as lines:
+    records, count, left_out = [version_event(0)], 0, []
+    with open(source, encoding="utf-8", errors="replace") as lines:
         for number, text in enumerate(lines, 1):
             if not text.endswith("\n"):
                 break  # being written at this moment
+            if not text.strip():
+                continue
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:
                 line = None
             if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-                raise ValueError(f"{source}, line {number}: no step")
+                left_out.append(f"{source}: line {number}: " + ("not JSON" if line is None else "no step"))
+                continue
             scalars = [(tag, value) for tag, value in line.items()
                        if tag not in ("step", "seconds") and isinstance(value, (int, float))]
             records.append(scalar_event(line.get("seconds", 0), line["step"], scalars))
             count += len(scalars)
+    if left_out and len(records) == 1:
+        raise ValueError(left_out[0])
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f"events.out.tfevents.{int(time.time())}.shoal"), "wb") as file:
         for data in records:
             file.write(record(data))
-    return count
+    return count, left_out
 
 
 def main():
@@ -93,7 +99,11 @@ def main():
     parser.add_argument("folder")
     options = parser.parse_args()
     try:
-        print(convert(options.metrics, options.folder), "scalars")
+        count, left_out = convert(options.metrics, options.folder)
+        if left_out:
+            others = "the line is left out" if len(left_out) == 1 else f"it and {len(left_out) - 1} more are left out"
+            print(f"{left_out[0]}; {others}", file=sys.stderr)
+        print(count, "scalars")
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 

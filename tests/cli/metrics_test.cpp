@@ -153,6 +153,7 @@ TEST(Metrics, become_an_event_file_for_tensor_board) {
   const TempFolder folder;
   std::ofstream(folder.file("metrics.jsonl"))
       << R"({"step":0,"seconds":0.5,"loss":2.25,"samples":8,"note":"text"})" << '\n'
+      << "torn {\n[1]\n\n"
       << R"({"step":300,"seconds":1.5,"loss":-0.125,"nested":{"a":1}})" << '\n'
       << R"({"step":300,"eval_loss":1e-30})" << '\n'
       << R"({"step":301,"loss":)";  // being written
@@ -161,6 +162,7 @@ TEST(Metrics, become_an_event_file_for_tensor_board) {
   auto ended = run(line, 60);
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_THAT(ended.output, HasSubstr("4 scalars"));
+  EXPECT_THAT(ended.output, HasSubstr("metrics.jsonl: line 2: not JSON; it and 1 more are left out"));
   std::stringstream bytes;
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(folder.file("runs"))) {
