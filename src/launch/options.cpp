@@ -17,7 +17,9 @@ void LaunchOptions::validate() const {
   if (ranks > max_ranks) faults.push_back(fmt::format("{} ranks: give at most {}", ranks, max_ranks));
   if (command.empty() && !body) faults.emplace_back("no program to start");
   if (!command.empty() && body) faults.emplace_back("a command and a body: give one of them");
-  if (nodes < 1 || node < 0 || node >= nodes) {
+  if (nodes < 1) {
+    faults.push_back(fmt::format("{} nodes: give at least 1", nodes));
+  } else if (node < 0 || node >= nodes) {
     faults.push_back(fmt::format("node {} of {}: give 0 to the number of nodes less 1", node, nodes));
   } else if (nodes > max_ranks || int64_t{ranks} * nodes > max_ranks) {
     faults.push_back(fmt::format("{} nodes of {} ranks: give at most {} ranks in all", nodes, ranks, max_ranks));
@@ -43,7 +45,9 @@ void LaunchOptions::validate() const {
         fmt::format("--max-restarts {}: give 0 or more, with --elastic MIN:MAX, so that ranks may join", max_restarts));
   }
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
-  if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
+  if (threads < 0 || threads > max_threads) {
+    faults.push_back(fmt::format("{} threads: give 1 to {}, or 0 to leave them alone", threads, max_threads));
+  }
   if (!(grace_seconds >= 0)) faults.push_back(fmt::format("{} seconds of grace: give 0 or more", grace_seconds));
   if (!(stop_seconds >= 0)) faults.push_back(fmt::format("{} seconds to stop in: give 0 or more", stop_seconds));
   if (!faults.empty()) throw UsageError(fmt::format("launch: {}", fmt::join(faults, "; ")));

@@ -153,7 +153,10 @@ TEST(Launch, SCA09_options_of_several_nodes_are_checked) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> refused = {
       {{"--nnodes", "2"}, "several nodes: give all launchers the same port"},
       {{"--nnodes", "2", "--node-rank", "2", "--port", "29500"}, "node 2 of 2"},
-      {{"--nnodes", "0"}, "node 0 of 0"},
+      {{"--nnodes", "0"}, "0 nodes: give at least 1"},
+      {{"--address", "[::1]"}, "--address [::1]: "},
+      {{"--threads", "100000"}, "100000 threads: give 1 to 1024"},
+      {{"--json", "-"}, "--json -: it does not go to standard output"},
       {{"--node-rank", "1"}, "node 1 of 1"},
       {{"--nnodes", "2000000000", "-n", "2", "--port", "29500"}, "give at most"},
       {{"--nnodes", "2", "--port", "29500", "--elastic", "2:3"}, "up to 3 ranks in an elastic job that begins with 4"},

@@ -130,6 +130,12 @@ TEST(Start, numbers_that_do_not_fit_are_refused_by_name) {
   expect_refused(reference({"--seed", "-1"}), "--seed -1: give a whole number from 0 to 18446744073709551615");
   expect_refused(reference({"--lr", "nan"}), "--lr nan");
   expect_refused({"topology", "random", "--ranks", "4", "--seed", "-1"}, "--seed -1");
+  expect_refused(reference({"--threads", "100000"}), "--threads 100000: give at most 1024");
+  expect_refused(reference({"--batch", "100000000000"}), "--batch 100000000000: give at most 1000000");
+  expect_refused({"bench", "--threads", "100000"}, "--threads 100000: give 1 to 1024");
+  for (const std::string ranks : {"0", "100001"})
+    expect_refused({"checkpoint", "reshard", "from", "to", "--ranks", ranks},
+                   "--ranks " + ranks + ": give 1 to 100000");
   expect_refused({"bench", "--rounds", "0"}, "--rounds 0: give at least 1");
   expect_refused({"bench", "--sizes", digits + "G"}, "give at most");
   EXPECT_EQ(shoal(reference({"--seed", "18446744073709551615", "--ranks", "1"})).code, 0);

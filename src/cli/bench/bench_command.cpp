@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 
+#include "base/limits.h"
 #include "cli/bench/collectives.h"
 #include "cli/bench/html.h"
 #include "cli/bench/table.h"
@@ -168,7 +169,9 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--html", options->html, "write the report as an HTML page with plots to this file");
   command->callback([options, command, &line, &chosen] {
     refuse_what_is_ignored(*command, options->train);
-    if (options->threads < 1) throw UsageError(fmt::format("--threads {}: give at least 1", options->threads));
+    if (options->threads < 1 || options->threads > max_threads) {
+      throw UsageError(fmt::format("--threads {}: give 1 to {}", options->threads, max_threads));
+    }
     if (options->ranks.value_or(default_ranks) < 2) throw UsageError("--ranks must be at least 2");
     if (options->rounds.value_or(1) < 1) {
       throw UsageError(fmt::format("--rounds {}: give at least 1", *options->rounds));

@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "base/limits.h"
 #include "base/printable.h"
 #include "checkpoint/loading/export.h"
 #include "checkpoint/loading/reader.h"
@@ -189,9 +190,17 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
   reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();
-  reshards->add_option("--ranks", options->ranks, "number of ranks whose files to write")
-      ->required()
-      ->check(CLI::PositiveNumber);
+  reshards
+      ->add_option_function<int64_t>(
+          "--ranks",
+          [options](int64_t ranks) {
+            if (ranks < 1 || ranks > max_ranks) {
+              throw UsageError(fmt::format("--ranks {}: give 1 to {}", ranks, max_ranks));
+            }
+            options->ranks = static_cast<int>(ranks);
+          },
+          "number of ranks whose files to write")
+      ->required();
 }
 
 }  // namespace shoal::cli

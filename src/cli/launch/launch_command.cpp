@@ -2,12 +2,14 @@
 
 #include <chrono>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 #include "cli/commands.h"
 #include "cli/launch/elastic_range.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
+#include "comm/rendezvous/socket.h"
 #include "launch/launcher.h"
 #include "shoal/error.h"
 
@@ -19,6 +21,14 @@ void read_elastic(const std::string& text, LaunchOptions& options) {
   const auto range = elastic_range(text);
   options.min_ranks = range.least;
   options.most_ranks = range.most;
+}
+
+void require_known_address(const std::string& address, int port) {
+  try {
+    resolve(address, port);
+  } catch (const std::runtime_error& error) {
+    throw UsageError(fmt::format("--address {}: {}; give a name or number of node 0's host", address, error.what()));
+  }
 }
 
 }  // namespace
@@ -67,12 +77,13 @@ void add_launch_command(CLI::App& app, Action& chosen) {
       "this host comes to a job of several, which was started with --elastic MIN:MAX: its N ranks join; give "
       "its --address, --port and SHOAL_SECRET");
   const auto json = std::make_shared<std::string>();
-  command->add_option("--json", *json,
-                      "write ranks, exit code and seconds as JSON to this file at the end; - is standard output");
+  command->add_option("--json", *json, "write ranks, exit code and seconds as JSON to this file at the end");
   command->add_option("program", options->command, "program and its arguments, after --")->required();
   command->callback([options, elastic, json, &chosen] {
     read_elastic(*elastic, *options);
     options->validate();
+    require_known_address(options->address, options->port);
+    require_not_standard_output("--json", *json);  // it has the output of the ranks
     require_writable_file("--json", *json);
     require_writable_folder("--flight-recorder", options->flight_recorder);
     chosen = [options, json] {

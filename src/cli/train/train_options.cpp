@@ -31,6 +31,11 @@ void require_at_least(const char* option, T value, T least) {
   if (value < least) throw UsageError(fmt::format("{} {}: give at least {}", option, value, least));
 }
 
+template <class T>
+void require_at_most(const char* option, T value, T most) {
+  if (value > most) throw UsageError(fmt::format("{} {}: give at most {}", option, value, most));
+}
+
 void complete_saving(TrainOptions& options) {
   require_at_least<int64_t>("--save-every", options.save_every, 0);
   require_at_least<int64_t>("--keep-last", options.keep_last, 0);
@@ -177,12 +182,13 @@ void TrainOptions::complete() {
   require_one_of("--dtype", dtype, precision_names());
   if (ranks) {
     require_at_least("--ranks", *ranks, 1);
-    if (*ranks > max_ranks) throw UsageError(fmt::format("--ranks {}: give at most {}", *ranks, max_ranks));
+    require_at_most("--ranks", *ranks, max_ranks);
   }
   if (chosen().pace == Pace::single && ranks && *ranks != 1) {
     throw UsageError(fmt::format("--strategy {} trains in one process: --ranks {} is not possible", strategy, *ranks));
   }
   require_at_least("--threads", threads, 0);
+  require_at_most("--threads", threads, max_threads);
   require_at_least("--accumulate", accumulate, 1);
   require_at_least("--timeout", timeout_seconds, 1);
   if (steps) require_at_least<int64_t>("--steps", *steps, 1);
@@ -318,6 +324,7 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       "--batch",
       [&options](int64_t samples) {
         require_at_least<int64_t>("--batch", samples, 1);
+        require_at_most<int64_t>("--batch", samples, 1'000'000);
         options.batch = samples;
       },
       "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
