@@ -238,8 +238,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       std::vector<Range> owners(static_cast<size_t>(shard.size()));
       for (int rank = 0; rank < groups.owners; ++rank) owners[static_cast<size_t>(rank)] = layout.part(rank);
       auto divided = gather(std::move(tensors), layout, owners, name);
-      auto& frozen = shards.frozen.emplace_back(FullyShardedCore::Shards::Frozen{.unit = name,
-                                                                                 .parameters = std::move(list),
+      auto& frozen = shards.frozen.emplace_back(FullyShardedCore::Shards::Frozen{.parameters = std::move(list),
                                                                                  .layout = layout,
                                                                                  .owners = std::move(owners),
                                                                                  .gather = std::move(divided),

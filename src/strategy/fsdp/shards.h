@@ -26,7 +26,6 @@ struct FullyShardedCore::Shards {
   std::shared_ptr<ShardedModule> module{};
   // Frozen parameters of one unit and dtype.
   struct Frozen {
-    std::string unit;
     std::vector<NamedTensor> parameters;
     FlatLayout layout;
     std::vector<Range> owners;  // by rank of the shard group
