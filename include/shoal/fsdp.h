@@ -153,6 +153,9 @@ class FullyShardedCore : public DataParallelCore {
   // Shards of this rank: of the trainable parameters, as the optimizer updates them, and of the reduced gradients.
   std::vector<at::Tensor> own_parameters() const;
   std::vector<at::Tensor> own_gradients() const;
+  // Those of the gradients that exist, with what the caller did to grad(): dropped, zeroed or set. UsageError for gradients that
+  // ranks have not summed.
+  std::vector<at::Tensor> summed_gradients();
   // Groups in which it communicates: of all ranks, of those that share a model, of those with equal shards, and of the
   // gathers. A group may be there several times.
   std::vector<Group> groups() const;

@@ -196,6 +196,26 @@ def test_PY05_networks_with_one_encoder_in_wrappers_of_their_own(views):
     on_ranks(trains)
 
 
+def test_PY06_the_scaler_sees_what_the_program_did_to_gradients():
+    def trains(rank):
+        net = torch.nn.Linear(3, 1, bias=False)
+        model = shoal.nn.FullyShardedDataParallel(net)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        scaler = shoal.amp.GradScaler(init_scale=4.0)
+        with model.summon_full_params():
+            before = net.weight.detach().clone()
+        scaler.scale(model(torch.ones(2, 3)).sum() * float("inf")).backward()
+        net.weight.grad = torch.full((1, 3), 8.0)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        with model.summon_full_params():
+            torch.testing.assert_close(net.weight.detach(), before - 0.2)
+        assert scaler.get_scale() == 4.0
+
+    on_ranks(trains)
+
+
 def test_PY05_an_optimizer_whose_parameters_one_rank_owns_steps_with_gradients_set_by_hand():
     def trains(rank):
         net = torch.nn.Linear(3, 1, bias=False)

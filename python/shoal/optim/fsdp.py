@@ -62,7 +62,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         return self._core.scale_loss(loss)
 
     def _own_gradients(self) -> list[torch.Tensor] | None:
-        return [gradient for gradient in self._parallel.own_gradients() if gradient is not None]
+        return self._parallel.summed_gradients()
 
     def _names(self) -> list[str]:
         return names_in(self._mirror, self.param_groups)

@@ -99,7 +99,7 @@ void bind_fsdp_wrapper(py::module_& module) {
           py::keep_alive<0, 1>())
       .def("unwrap", [](FsdpCore& core) { unlocked([&] { core.unwrap(); }); })
       .def("own_parameters", [](const FsdpCore& core) { return core.own_parameters(); })
-      .def("own_gradients", [](const FsdpCore& core) { return core.own_gradients(); });
+      .def("summed_gradients", [](FsdpCore& core) { return unlocked([&] { return core.summed_gradients(); }); });
   bind_parallel<FsdpCore>(fsdp);
 }
 

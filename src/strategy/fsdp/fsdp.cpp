@@ -166,11 +166,7 @@ double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
   module.serve_readers();
   if (module.clip_without_scale) return module.clip_without_scale(max_norm, norm_type);
   const torch::NoGradGuard no_grad;
-  module.reducer().prepare_sums("FullyShardedDataParallel");
-  std::vector<at::Tensor> sums;
-  for (const auto& piece : module.pieces()) {
-    if (module.reducer().has_sum(piece.gradient)) sums.push_back(piece.sum);
-  }
+  const auto sums = summed_gradients();
   const double norm = global_norm(sums, norm_type, module.shard(), {step(), -1, "norm of the gradients"});
   clip_to_norm(sums, norm, max_norm);
   return norm;
@@ -200,6 +196,16 @@ std::vector<at::Tensor> FullyShardedCore::own_elements() const {
 std::vector<at::Tensor> FullyShardedCore::own_gradients() const {
   std::vector<at::Tensor> list;
   for (const auto& piece : shards_->module->pieces()) list.push_back(piece.sum);
+  return list;
+}
+
+std::vector<at::Tensor> FullyShardedCore::summed_gradients() {
+  auto& module = *shards_->module;
+  module.reducer().prepare_sums("FullyShardedDataParallel");
+  std::vector<at::Tensor> list;
+  for (const auto& piece : module.pieces()) {
+    if (module.reducer().has_sum(piece.gradient)) list.push_back(piece.sum);
+  }
   return list;
 }
 
