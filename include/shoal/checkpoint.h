@@ -146,7 +146,7 @@ struct Loaded {
 // groups were different; exceptions, and options that LoadOptions exclude, are listed in `differences` (with a warning,
 // unless they were excluded). The state of random number generators, and buffers that differ between ranks, are
 // restored if the number of ranks is the same; otherwise buffers are rank 0's, and the generators are unchanged.
-// Collective.
+// Gradients stay; where ranks hold shards, those from before the load have to be dropped with zero_grad(). Collective.
 //
 // Throws on every rank: UsageError, which names the tensors, for tensors that are missing, unexpected or of another
 // shape, and for the state of another optimizer; nothing has changed then. CheckpointError for file errors. If a

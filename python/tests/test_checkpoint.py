@@ -244,6 +244,25 @@ def test_PY07_a_sharded_optimizer_resumes_with_a_model_of_another_memory_format(
     on_ranks(resumes)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_PY07_gradients_from_before_a_load_are_refused_until_they_are_dropped(strategy, tmp_path):
+    def trains(rank):
+        model, optimizer = STRATEGIES[strategy](torch.nn.Linear(3, 3), None, None)
+        training = training_of(model, optimizer)
+        shoal.checkpoint.save(tmp_path / strategy, training, step=1)
+        model(torch.ones(1, 3)).sum().backward()
+        shoal.checkpoint.load_latest(tmp_path / strategy, training)
+        with pytest.raises(shoal.UsageError, match=r"before a checkpoint was loaded: drop it with zero_grad\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        before = model.state_dict()["bias"].clone()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["bias"], before)
+
+    on_ranks(trains)
+
+
 def test_PY07_paths_steps_and_positions_of_any_kind(tmp_path):
     def saves(rank):
         net = torch.nn.Linear(2, 2)

@@ -114,6 +114,22 @@ def test_PY05_values_of_one_rank_may_be_loaded_on_all():
     on_ranks(trains)
 
 
+def test_MEG04_values_that_one_rank_alone_has_written_are_an_error_that_says_what_to_do():
+    def trains(rank):
+        net = torch.nn.Linear(3, 3)
+        optimizer = shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+        net(torch.ones(1, 3)).sum().backward()
+        if rank == 0:
+            with torch.no_grad():
+                own = net.weight.detach().clone()
+                net.weight.copy_(own * 0.9)
+                net.weight.copy_(own)
+        with pytest.raises(shoal.DisagreeError, match=r"loaded or written \(do the same on every rank\)"):
+            optimizer.step()
+
+    on_ranks(trains)
+
+
 class Router(torch.nn.Module):
     """Counts this rank's tokens by expert in a buffer, which the program sums over ranks after backward."""
 

@@ -31,7 +31,9 @@ void ShardedSource::begin_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   for (const auto& module : state_.modules) {
     module->wait_all();
-    module->reducer().drop_sums();  // updated parameters may be sent from the memory of the sums
+    // Loaded parameters may be sent from the memory of the sums, and a loaded scaler has another scale.
+    module->reducer().spoil_sums(
+        "is from before a checkpoint was loaded: drop it with zero_grad() before the next backward or step()");
   }
   CheckpointSource::begin_load(past);
 }
