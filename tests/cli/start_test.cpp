@@ -46,6 +46,23 @@ TEST(Start, an_option_of_another_strategy_is_refused_with_those_that_have_it) {
   expect_refused(reference({"--strategy", "zero1", "--optimizer-in-backward"}), "it is for ddp");
   expect_refused(reference({"--strategy", "none", "--ranks", "1", "--logging-data"}), "--logging-data");
   expect_refused({"bench", "--train", "--strategies", "ddp:ring"}, "--strategies ddp:ring: ddp has no topology");
+  expect_refused(reference({"--strategy", "hybrid", "--shard-size", "3"}),
+                 "--shard-size 3: 2 ranks are not a multiple");
+}
+
+TEST(Start, what_a_run_of_the_bench_would_refuse_is_refused_before_it) {
+  const auto bench = [](const Line& more) {
+    Line line{"bench", "--train"};
+    line.insert(line.end(), more.begin(), more.end());
+    return line;
+  };
+  expect_refused(bench({"--model", "xx"}), "xx");
+  expect_refused(bench({"--size", "huge"}), "huge");
+  expect_refused(bench({"--optimizer", "foo"}), "--optimizer foo: not in this version");
+  expect_refused(bench({"--batch", "0"}), "--batch must be at least 1");
+  expect_refused(bench({"--strategies", "decentralized:foo"}),
+                 "--strategies decentralized:foo: unknown topology 'foo'");
+  expect_refused(bench({"--strategies", "none"}), "--strategies none: choose from ");
 }
 
 // Two ranks of `shoal train`, which are told how to meet as torchrun tells them. Report of rank 0.

@@ -23,7 +23,6 @@
 #include "cli/writable.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "shoal/error.h"
-#include "shoal/training.h"
 
 namespace shoal::cli {
 namespace {

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <optional>
 
+#include "cli/train/train_options.h"
 #include "launch/child.h"
 #include "planning/samples.h"
 #include "shoal/error.h"
@@ -56,6 +57,36 @@ void add_topology(const std::string& contestant, std::vector<std::string>& comma
   if (colon != std::string::npos) command.insert(command.end(), {"--topology", contestant.substr(colon + 1)});
 }
 
+// Options of `shoal train` for a run.
+TrainOptions train_options(const TrainingBenchOptions& bench) {
+  TrainOptions options;
+  options.model = bench.model;
+  options.size = bench.size;
+  options.data = "reference";
+  options.strategy = "local";
+  options.ranks = bench.ranks;
+  options.threads = bench.threads;
+  options.transport = bench.transports.front();
+  options.optimizer = bench.optimizer;
+  options.batch = bench.batch;
+  options.accumulate = bench.accumulate;
+  options.steps = bench.steps;
+  return options;
+}
+
+// UsageError for a contestant that `shoal train` would refuse.
+void check_contestant(const std::string& contestant, const TrainingBenchOptions& bench) {
+  auto options = train_options(bench).under(name_of(contestant));
+  const auto colon = contestant.find(':');
+  if (colon != std::string::npos) options.strategy_options["topology"] = contestant.substr(colon + 1);
+  try {
+    options.complete();
+    options.check_strategy(bench.ranks, /*hosts=*/1);
+  } catch (const UsageError& error) {
+    throw UsageError(fmt::format("--strategies {}: {}", contestant, error.what()));
+  }
+}
+
 std::vector<Contestant> contestants(const TrainingBenchOptions& options, const std::string& self) {
   const std::vector<std::string> common{"--model",      options.model,
                                         "--size",       options.size,
@@ -67,8 +98,7 @@ std::vector<Contestant> contestants(const TrainingBenchOptions& options, const s
   std::vector<Contestant> list;
   for (const auto& strategy : options.strategies) {
     for (const auto& transport : options.transports) {
-      const auto pace = find_strategy(name_of(strategy)).pace;
-      const bool alone = pace == Pace::alone || pace == Pace::single;
+      const bool alone = find_strategy(name_of(strategy)).pace == Pace::alone;
       if (alone && transport != options.transports.front()) continue;
       Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}};
       one.command = {self,          "train",
@@ -216,9 +246,12 @@ void TrainingBenchOptions::validate() const {
   if (!peer_python.empty() && !std::filesystem::exists(peer_script)) {
     faults.push_back(fmt::format("--peer-script '{}': no such file; give the path of peers.py", peer_script));
   }
+  if (batch < 1) faults.emplace_back("--batch must be at least 1");
   if (accumulate < 1) faults.emplace_back("--accumulate must be at least 1");
   if (steps < 4) faults.emplace_back("--steps must be at least 4: three of them warm up");
   if (!faults.empty()) throw UsageError(fmt::format("{}", fmt::join(faults, "; ")));
+  train_options(*this).complete();  // what is the same for all
+  for (const auto& strategy : strategies) check_contestant(strategy, *this);
 }
 
 TrainingBench bench_training(const TrainingBenchOptions& options, const std::string& self) {

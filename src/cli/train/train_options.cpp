@@ -62,6 +62,9 @@ void complete_saving(TrainOptions& options) {
 // Every option must belong to one of the strategies; each is checked on its own.
 void check_course(const TrainOptions& options) {
   const auto course = options.course();
+  if (options.steps && course.back().first >= *options.steps) {
+    throw UsageError(fmt::format("--replan {}: training ends after step {}", options.replan, *options.steps));
+  }
   if (course.size() == 1) return in_words_of_the_command_line([&] { options.values(); });
   for (const auto& [name, value] : options.strategy_options) {
     const bool known = std::any_of(course.begin(), course.end(),

@@ -2,6 +2,8 @@
 
 #include "training/strategies/fsdp.h"
 
+#include <fmt/format.h>
+
 #include "training/builtin.h"
 #include "training/wrapper_options.h"
 
@@ -21,6 +23,13 @@ FullyShardedDataParallelOptions fsdp_options(const TrainingParts& parts, Shardin
     options.shard_size = parts.values.count("shard_size");
   }
   return options;
+}
+
+void check_shard_size(int64_t size, int ranks) {
+  if (size == 0 || ranks % size == 0) return;
+  throw StrategyOptionError(
+      "shard_size",
+      fmt::format(" {}: {} ranks are not a multiple of it; give a number that divides them", size, ranks));
 }
 
 Strategy fsdp_strategy(const std::string& name, const std::string& help, ShardingStrategy sharding) {
@@ -44,8 +53,9 @@ Strategy fsdp_strategy(const std::string& name, const std::string& help, Shardin
       .elastic = elastic,
       .takes_deferred = true,
       .check =
-          [name, parts](const OptionValues& values, const TrainingOptions&, int, std::optional<int>) {
+          [name, parts, hybrid](const OptionValues& values, const TrainingOptions&, int ranks, std::optional<int>) {
             parts ? check_hook_of_parts(name, values) : static_cast<void>(hook_of(values, {}));
+            if (hybrid) check_shard_size(values.integer("shard_size"), ranks);
           },
       .make =
           [sharding](const TrainingParts& made) { return std::make_unique<FsdpTraining>(made, made.group, sharding); }};
