@@ -56,7 +56,9 @@ def main() -> None:
     model: nn.Module = wrap(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches = loader(read(options.folder, "train", options.images), options.workers, train=True)
-    tests = loader(read(options.folder, "t10k", options.images), options.workers, train=False)
+    test_data = read(options.folder, "t10k", options.images)
+    tests = loader(test_data, options.workers, train=False)
+    own = len(range(dist.get_rank(), len(test_data), dist.get_world_size()))  # what follows, the sampler has repeated
     for epoch in range(options.epochs):
         model.train()
         assert isinstance(batches.sampler, DistributedSampler)
@@ -69,10 +71,12 @@ def main() -> None:
         counts = torch.zeros(2)  # right, all
         with torch.no_grad():
             for images, labels in tests:
-                counts += torch.tensor([(model(images).argmax(1) == labels).sum(), len(labels)])
+                right = (model(images).argmax(1) == labels)[: own - int(counts[1])]
+                counts += torch.tensor([right.sum(), len(right)])
         dist.all_reduce(counts)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: accuracy {counts[0] / counts[1]:.3f} on {dist.get_world_size()} ranks", flush=True)
+            accuracy = f"accuracy {counts[0] / counts[1]:.3f} of {counts[1]:.0f} images"
+            print(f"epoch {epoch}: {accuracy} on {dist.get_world_size()} ranks", flush=True)
     dist.destroy_process_group()
 
 
