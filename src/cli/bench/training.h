@@ -39,6 +39,7 @@ struct TrainingBench {
   std::vector<std::string> peers;                            // of each contestant: "shoal" or a peer of peers.py
   std::vector<std::vector<nlohmann::ordered_json>> reports;  // of each contestant: one per round
 };
+
 // Starts every contestant once per round as a separate program. self: this program.
 TrainingBench bench_training(const TrainingBenchOptions& options, const std::string& self);
 nlohmann::ordered_json json_of(const TrainingBench& bench, const TrainingBenchOptions& options);
