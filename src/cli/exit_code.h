@@ -7,6 +7,7 @@
 namespace shoal::cli {
 
 constexpr int failed = 1;
+constexpr int interrupted_code = 130;
 
 // "rank 1: error: TEXT", the rank only where a launcher started several.
 void complain(const std::string& text);

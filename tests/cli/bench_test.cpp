@@ -121,6 +121,23 @@ TEST(Bench, BEY20_strategies_are_measured_beside_compute_alone) {
   EXPECT_GT(figures[2]["wire_bytes_per_step"], 2 * 118282 * 4) << "tcp sends every gradient";
 }
 
+TEST(Bench, an_interrupted_bench_of_training_leaves_nothing_behind) {
+  for (const std::string signal : {"INT", "TERM"}) {
+    SCOPED_TRACE(signal);
+    const TempFolder folder;
+    const auto ended = run({"sh", "-c",
+                            "export TMPDIR=" + folder.file("") + "; " + SHOAL +
+                                " bench --train --strategies ddp --transports host --model mlp --steps 100000000 & "
+                                "pid=$!; until ls $TMPDIR/shoal-bench-*/log; do sleep 0.1; done > /dev/null 2>&1; "
+                                "sleep 1; kill -" +
+                                signal + " $pid; wait $pid; code=$?; ls $TMPDIR; exit $code"},
+                           60);
+    EXPECT_EQ(ended.code, 130) << ended.output;
+    EXPECT_NE(ended.output.find("interrupted\n"), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find("shoal-bench-"), std::string::npos) << ended.output;
+  }
+}
+
 TEST(Bench, wrong_options_are_refused) {
   for (const auto& [arguments, because] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--ranks", "1"}, "--ranks must be at least 2"},

@@ -17,6 +17,7 @@
 #include "cli/bench/table.h"
 #include "cli/bench/training.h"
 #include "cli/commands.h"
+#include "cli/exit_code.h"
 #include "cli/launch/ranks.h"
 #include "cli/machine.h"
 #include "cli/train/report.h"
@@ -95,7 +96,11 @@ void refuse_what_is_ignored(const CLI::App& command, bool train) {
 int bench(const BenchOptions& options, const Placement& placement, const std::vector<std::string>& line) {
   if (options.train) {
     const auto bench = bench_training(options.training, line[0]);
-    return finish(options, "train", json_of(bench, options.training), bench.figures.table());
+    if (!bench) {
+      fmt::print(stderr, "interrupted\n");
+      return interrupted_code;
+    }
+    return finish(options, "train", json_of(*bench, options.training), bench->figures.table());
   }
   if (placement.source != "alone") return bench_rank(options, placement.rank);
   return launch_ranks(

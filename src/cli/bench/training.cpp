@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <fstream>
 #include <optional>
 
+#include "cli/bench/child_end.h"
 #include "cli/train/train_options.h"
 #include "launch/child.h"
 #include "planning/samples.h"
@@ -126,7 +126,8 @@ std::vector<Contestant> contestants(const TrainingBenchOptions& options, const s
   return list;
 }
 
-Json run(const Contestant& contestant, const Scratch& scratch) {
+// Report of one run; nothing: the bench was interrupted.
+std::optional<Json> run(const Contestant& contestant, const Scratch& scratch, Signals& signals) {
   const auto report = scratch.file("report.json");
   const auto log = scratch.file("log");
   std::error_code absent;
@@ -135,10 +136,10 @@ Json run(const Contestant& contestant, const Scratch& scratch) {
   command.insert(command.end(), contestant.command.begin(), contestant.command.end());
   command.insert(command.end(), {"--json", report});
   const auto child = start_child(0, {.command = command}, contestant.variables, Outlets());
-  int status = 0;
-  waitpid(child.pid, &status, 0);
+  const auto status = wait_for_end(child.pid, signals);
+  if (!status) return std::nullopt;
   std::ifstream file(report);
-  if (status != 0 || !file) {
+  if (*status != 0 || !file) {
     std::ifstream said(log);
     std::string reason, line;  // programs in Python say it last
     while (std::getline(said, line)) {
@@ -254,7 +255,7 @@ void TrainingBenchOptions::validate() const {
   for (const auto& strategy : strategies) check_contestant(strategy, *this);
 }
 
-TrainingBench bench_training(const TrainingBenchOptions& options, const std::string& self) {
+std::optional<TrainingBench> bench_training(const TrainingBenchOptions& options, const std::string& self) {
   const auto all = contestants(options, self);
   TrainingBench bench;
   bench.reports.resize(all.size());
@@ -264,11 +265,17 @@ TrainingBench bench_training(const TrainingBenchOptions& options, const std::str
                                         .transport = contestant.transport,
                                         .by = contestant.peer == "shoal" ? "shoal" : "python"});
   }
+  Signals signals;  // until the folder has been removed
   const Scratch scratch;
   ProgressBar progress(options.rounds * static_cast<int64_t>(all.size()), {.unit = "runs"});
   for (int round = 0; round < options.rounds; ++round) {
     for (size_t i = 0; i < all.size(); ++i) {
-      bench.reports[i].push_back(run(all[i], scratch));
+      auto report = run(all[i], scratch, signals);
+      if (!report) {
+        progress.clear();
+        return std::nullopt;
+      }
+      bench.reports[i].push_back(std::move(*report));
       bench.figures.strategies[i].rounds.push_back(round_of(bench.reports[i].back()));
       progress.update();
     }

@@ -2,6 +2,7 @@
 // Bench of whole training steps of strategies, transports and Python peers, in turn in every round.
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,8 +41,8 @@ struct TrainingBench {
   std::vector<std::vector<nlohmann::ordered_json>> reports;  // of each contestant: one per round
 };
 
-// Starts every contestant once per round as a separate program. self: this program.
-TrainingBench bench_training(const TrainingBenchOptions& options, const std::string& self);
+// Starts every contestant once per round as a separate program. self: this program. Nothing: a signal asked to stop.
+std::optional<TrainingBench> bench_training(const TrainingBenchOptions& options, const std::string& self);
 nlohmann::ordered_json json_of(const TrainingBench& bench, const TrainingBenchOptions& options);
 
 }  // namespace shoal::cli

@@ -13,6 +13,7 @@
 #include "base/end_process.h"
 #include "checkpoint/format/safetensors.h"
 #include "cli/commands.h"
+#include "cli/exit_code.h"
 #include "cli/launch/ranks.h"
 #include "cli/telemetry/trace.h"
 #include "cli/train/device.h"
@@ -29,8 +30,6 @@
 
 namespace shoal::cli {
 namespace {
-
-constexpr int interrupted_code = 130;
 
 // 0: OMP_NUM_THREADS decides, which torchrun and users set.
 int threads_per_rank(const TrainOptions& options, int ranks) {
