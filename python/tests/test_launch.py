@@ -84,6 +84,19 @@ def test_PY08_shoal_launch_ends_with_a_failed_ranks_code(tmp_path):
     assert "rank 1 ended with exit code 7" in said
 
 
+@pytest.mark.parametrize("method", ["env://", "shoal://"])
+def test_ELA10_a_rank_of_an_elastic_job_that_ends_before_it_appears_is_named_by_the_others(tmp_path, method):
+    path = tmp_path / "dies.py"
+    path.write_text(
+        "import os, sys\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        "import torch.distributed as dist, shoal\n"
+        "dist.init_process_group('shoal', init_method=sys.argv[1])\n"
+    )
+    said = run_forked("-m", "shoal", "launch", "-n", 3, "--elastic", 1, "--", sys.executable, path, method, code=1)
+    assert said.count("rank 1 has ended, as its launcher says, before it appeared") >= 2
+
+
 def mpirun(*command):
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun")

@@ -54,11 +54,12 @@ struct Present {
 // One attempt to meet. Every failure is published, so that all ranks report the same sentence.
 class Room {
  public:
-  Room(Placement placement, const PageAddress& page, std::string gpus, StorePtr store, int timeout_seconds)
+  Room(Placement placement, const PageAddress& page, std::string gpus, const Meeting& meeting, int timeout_seconds)
       : placement_(std::move(placement)),
         page_(page),
         gpus_(std::move(gpus)),
-        store_(std::move(store)),
+        store_(meeting.store),
+        launcher_(meeting.launcher),
         timeout_(timeout_seconds) {}
 
   Present enter() {
@@ -222,8 +223,10 @@ class Room {
 
   // A launcher that lets the others go on says which processes have ended. They will not come.
   void look_for_ended(const std::vector<int>& missing) {
+    if (!launcher_) return;
+    const auto launcher = launcher_();
     for (const int rank : missing) {
-      if (!store_->check({ended_key(placement_.generation, rank)})) continue;
+      if (!launcher->check({ended_key(placement_.generation, rank)})) continue;
       fail<CommError>(fmt::format("rank {} has ended, as its launcher says, before it appeared at {}", rank,
                                   store_name(placement_)));
     }
@@ -267,6 +270,7 @@ class Room {
   const PageAddress page_;
   const std::string gpus_;
   const StorePtr store_;
+  const std::function<StorePtr()> launcher_;
   const int timeout_;
   Present present_;
 };
@@ -281,7 +285,7 @@ CommError lost_store(const Placement& placement) {
 void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, const std::string& gpus,
            int timeout_seconds, Present (Room::*how)()) {
   try {
-    Room room(placement, page, gpus, meeting.store, timeout_seconds);
+    Room room(placement, page, gpus, meeting, timeout_seconds);
     auto present = (room.*how)();
     meeting.prefix = std::move(present.prefix);
     meeting.failure_key = first_failure_key(placement.generation);
@@ -305,14 +309,16 @@ Meeting meet(const Placement& placement, const PageAddress& page, const std::str
     meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port), placement.job);
   }
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
+  meeting.launcher = [store = meeting.store] { return store; };
   enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter);
   return meeting;
 }
 
-Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, const std::string& gpus,
-                int timeout_seconds) {
+Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const Placement& placement,
+                const PageAddress& page, const std::string& gpus, int timeout_seconds) {
   Meeting meeting;
   meeting.store = store;
+  meeting.launcher = std::move(launcher);
   enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter);
   // Not the launcher's key: the same store may serve another world afterwards.
   meeting.failure_key = meeting.prefix + "/first_failure";
@@ -328,6 +334,7 @@ Meeting meet_again(const Placement& placement, const PageAddress& page, const st
   }
   Meeting meeting;
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
+  meeting.launcher = [store = meeting.store] { return store; };
   enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter_again);
   return meeting;
 }

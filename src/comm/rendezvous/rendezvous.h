@@ -1,6 +1,7 @@
 #pragma once
 // Rendezvous: all ranks of a job meet in the store and exchange their identities.
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,6 +25,7 @@ struct Peer {
 struct Meeting {
   std::unique_ptr<StoreServer> server;  // on rank 0, unless a launcher serves the store
   StorePtr store;                       // nullptr if the process is alone
+  std::function<StorePtr()> launcher;   // gives the store to which the launcher of these ranks writes; empty: none does
   std::string prefix;                   // of this meeting's keys
   std::string failure_key;              // of the first failure that any rank noticed
   std::vector<Peer> peers;              // by world rank
@@ -31,9 +33,9 @@ struct Meeting {
 
 // Collective over the job. Throws as shoal::init does. page, gpus: of this process, for the others.
 Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds);
-// As meet(), in a store that the program gave.
-Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, const std::string& gpus,
-                int timeout_seconds);
+// As meet(), in a store that the program gave. launcher: see Meeting.
+Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const Placement& placement,
+                const PageAddress& page, const std::string& gpus, int timeout_seconds);
 // Replaces a dead process in a job whose ranks have already met. Throws as shoal::init does.
 Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds);
 // The process that now has a rank's place, if the store knows.

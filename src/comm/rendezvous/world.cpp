@@ -181,6 +181,19 @@ Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const Wor
   return placement;
 }
 
+// The store to which the launcher of these ranks writes, once it is asked for: torch.distributed gives a part of it. Nothing
+// for other ranks than those that a launcher has started, whose numbers say nothing of its processes.
+std::function<StorePtr()> launchers_store(const c10::intrusive_ptr<c10d::Store>& store, const Placement& placement,
+                                          int limit) {
+  const auto environment = process_environment();
+  if (environment("RANK") != std::to_string(placement.rank)) return {};
+  if (environment("WORLD_SIZE") != std::to_string(placement.size)) return {};
+  return [=, job = placement.job, whole = StorePtr()]() mutable {
+    if (!whole) whole = guard_store(innermost(store), limit, job);
+    return whole;
+  };
+}
+
 // How this process can take part in an elastic job. A newcomer has a place of its own until it has joined.
 JoinPlace join_of(Placement& own_place) {
   auto join = find_join(process_environment());
@@ -241,7 +254,8 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
   auto state = enter_world(
       options, std::move(own_place),
       [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
-        return meet_in(guard_store(store, limit, placement.job), placement, page, gpus, limit);
+        return meet_in(guard_store(store, limit, placement.job), launchers_store(store, placement, limit), placement,
+                       page, gpus, limit);
       },
       std::move(join));
   state->listen_address = "127.0.0.1";

@@ -9,14 +9,11 @@
 #include "comm/store/authenticated_store.h"
 
 namespace shoal {
-namespace {
 
 c10::intrusive_ptr<c10d::Store> innermost(const c10::intrusive_ptr<c10d::Store>& store) {
   auto* prefix = dynamic_cast<c10d::PrefixStore*>(store.get());
   return prefix == nullptr ? store : prefix->getUnderlyingNonPrefixStore();
 }
-
-}  // namespace
 
 std::optional<ServerAddress> server_of(const c10::intrusive_ptr<c10d::Store>& store) {
   const auto inner = innermost(store);

@@ -8,6 +8,9 @@
 
 namespace shoal {
 
+// The store of which this one is the part whose keys have a prefix; else this one.
+c10::intrusive_ptr<c10d::Store> innermost(const c10::intrusive_ptr<c10d::Store>& store);
+
 // Location of a store, for messages: "node3:29500", "the file /tmp/store".
 std::string describe_store(const c10::intrusive_ptr<c10d::Store>& store);
 

@@ -33,9 +33,10 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
       }
       return late;
     };
-    if (attempt % 500 == 499 && !world.watch) {  // on another host, of which only a launcher can tell
+    if (attempt % 500 == 499 && !world.watch && world.meeting.launcher) {  // of another host only a launcher can tell
+      const auto launcher = world.meeting.launcher();
       for (const int late : absent()) {
-        if (!store.check({ended_key(world.placement.generation, late)})) continue;
+        if (!launcher->check({ended_key(world.placement.generation, late)})) continue;
         throw CommError(fmt::format("rank {} has ended, as its launcher says, before it reached {}", late, topic),
                         late);
       }
