@@ -263,6 +263,43 @@ def test_PY07_gradients_from_before_a_load_are_refused_until_they_are_dropped(st
     on_ranks(trains)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_PY07_a_load_between_micro_batches_is_refused(strategy, tmp_path):
+    def trains(rank):
+        model, optimizer = STRATEGIES[strategy](torch.nn.Linear(3, 3), None, None)
+        training = training_of(model, optimizer)
+        shoal.checkpoint.save(tmp_path / strategy, training, step=1)
+        with (optimizer if strategy == "megatron" else model).no_sync():
+            model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(shoal.UsageError, match=r"a load: the gradient of parameter .* under no_sync"):
+            shoal.checkpoint.load_latest(tmp_path / strategy, training)
+        optimizer.zero_grad()
+        shoal.checkpoint.load_latest(tmp_path / strategy, training)
+
+    on_ranks(trains)
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_FSDP18_checkpoints_within_summon_full_params_are_refused(transport, tmp_path):
+    def trains(rank):
+        net = torch.nn.Linear(3, 3)
+        model = shoal.nn.FullyShardedDataParallel(net)
+        training = shoal.checkpoint.TrainingState(
+            model, shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        )
+        shoal.checkpoint.save(tmp_path, training, step=1)
+        with model.summon_full_params():
+            for act in (
+                lambda: shoal.checkpoint.load_latest(tmp_path, training),
+                lambda: shoal.checkpoint.save(tmp_path, training, step=2),
+            ):
+                with pytest.raises(shoal.UsageError, match=r"a checkpoint within summon_full_params\(\)"):
+                    act()
+        assert shoal.checkpoint.load_latest(tmp_path, training).step == 1
+
+    on_ranks(trains, init={"pg_options": shoal.distributed.Options(transport=transport)})
+
+
 def test_PY07_paths_steps_and_positions_of_any_kind(tmp_path):
     def saves(rank):
         net = torch.nn.Linear(2, 2)

@@ -216,6 +216,20 @@ def test_PY06_the_scaler_sees_what_the_program_did_to_gradients():
     on_ranks(trains)
 
 
+def test_PY06_the_scaler_refuses_gradients_set_by_hand_that_ranks_do_not_share():
+    def trains(rank):
+        net = torch.nn.Linear(3, 1, bias=False)
+        model = shoal.nn.FullyShardedDataParallel(net)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        scaler = shoal.amp.GradScaler(init_scale=4.0)
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        net.weight.grad = torch.full((1, 3), 8.0 + rank)
+        with pytest.raises(shoal.DisagreeError, match="set by hand"):
+            scaler.step(optimizer)
+
+    on_ranks(trains)
+
+
 def test_PY05_an_optimizer_whose_parameters_one_rank_owns_steps_with_gradients_set_by_hand():
     def trains(rank):
         net = torch.nn.Linear(3, 1, bias=False)

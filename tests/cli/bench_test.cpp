@@ -153,7 +153,7 @@ TEST(Bench, wrong_options_are_refused) {
            {{"--train", "--peers", "foo"}, "--peers is for Python peers: give --peer-python"},
            {{"--train", "--peer-impl", "bar"}, "--peer-impl is for Python peers"},
            {{"--train", "--peer-script", "/nonexistent"}, "--peer-script is for Python peers"},
-           {{"--threads", "0"}, "--threads 0: give at least 1"},
+           {{"--threads", "0"}, "--threads 0: give 1 to 1024"},
            {{"--train", "--strategies", "zero9"}, "--strategies zero9"},
            {{"--train", "--steps", "2"}, "--steps must be at least 4"},
            {{"--train", "--peer-python", "python3"}, "--peer-script ''"}}) {

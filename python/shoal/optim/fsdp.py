@@ -62,6 +62,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         return self._core.scale_loss(loss)
 
     def _own_gradients(self) -> list[torch.Tensor] | None:
+        self._check_gradients_by_hand()  # which the core takes for its own from here on
         return self._parallel.summed_gradients()
 
     def _names(self) -> list[str]:

@@ -2,7 +2,9 @@
 
 #include <torch/utils.h>
 
+#include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/reducers.h"
+#include "engine/gradients/local_gradients.h"
 
 namespace shoal {
 
@@ -29,6 +31,13 @@ CarriedStates ShardedSource::carried() {
 
 void ShardedSource::begin_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
+  on_all_ranks(group(), "checkpoint", [&] {
+    for (const auto* reducer : reducers()) {
+      for (const auto& gradient : reducer->gradients()) {
+        require_no_local_gradient(gradient.parameter, "a load", gradient.name);
+      }
+    }
+  });
   for (const auto& module : state_.modules) {
     module->wait_all();
     // Loaded parameters may be sent from the memory of the sums, and a loaded scaler has another scale.

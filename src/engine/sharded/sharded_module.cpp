@@ -108,9 +108,13 @@ void ShardedModule::require_going_on() const {
   }
 }
 
+void ShardedModule::require_not_lent(const char* what) const {
+  if (lent_) throw UsageError(fmt::format("{} within summon_full_params(); end that scope first", what));
+}
+
 void ShardedModule::serve_readers() {
   require_going_on();
-  if (lent_) throw UsageError("optimizer step within summon_full_params(); end that scope first");
+  require_not_lent("optimizer step");
   reducer_->require_seen_gradients();
   for (const auto& gather : gathers_) {
     if (auto* pager = gather->pager()) return pager->update();  // all gathers have the same one

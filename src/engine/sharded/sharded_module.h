@@ -86,6 +86,8 @@ class ShardedModule {
   void serve_readers();
   // While set, summon_full_params() holds the parameters, and no step may change them.
   void lend(bool lent) { lent_ = lent; }
+  // UsageError within summon_full_params(), whose values replace those of `what` at its end.
+  void require_not_lent(const char* what) const;
   bool lent() const { return lent_; }
   // Ends the sharding: parameters are the module's own again, backwards are no longer reduced, and other uses of the
   // shards throw UsageError.

@@ -38,6 +38,15 @@ std::string FullyShardedSource::strategy() const {
   return name_of(shards_.options.sharding_strategy);
 }
 
+// Where ranks share memory, each has a copy of its own within the scope, which counts at its end.
+void FullyShardedSource::require_own_values() const {
+  if (!shards_.hold) return;
+  throw UsageError(
+      "FullyShardedDataParallel: a checkpoint within summon_full_params(): save and load outside of it; save_module() "
+      "within "
+      "it writes the module alone");
+}
+
 void FullyShardedSource::end_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   ShardedSource::end_load(past);

@@ -15,6 +15,7 @@ class FullyShardedSource : public ShardedSource {
   std::string strategy() const override;
   Group group() override { return shards_.groups.all; }
   void end_load(const CarriedStates& past) override;
+  void require_own_values() const override;
 
  private:
   void add_others(CheckpointView& view) override;

@@ -41,11 +41,12 @@ class ShardGossipSource : public FullyShardedSource {
   std::optional<Group> peers() override { return gossip_.mixing->remaining(); }
 
   void require_own_values() const override {
+    FullyShardedSource::require_own_values();
     if (!gossip_.holds_mean) return;
     throw UsageError(
         "ShardGossipOptimizer: a checkpoint between hold_mean() and hold_own() (in Python, within mean_parameters()), "
         "where the parameters are the mean over hosts and go back to this host's own: save and load outside of that. A "
-        "checkpoint has the mean, too; save_module() of the full parameters meanwhile writes it alone");
+        "checkpoint has the mean, too; save_module() of the full parameters, summoned meanwhile, writes it alone");
   }
 
   CarriedStates carried() override {

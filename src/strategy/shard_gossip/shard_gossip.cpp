@@ -201,6 +201,7 @@ void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& wo
 void ShardGossipOptimizerCore::global_avg() {
   const torch::NoGradGuard no_grad;
   refuse_in_elastic_job("global_avg()");
+  for (const auto& module : state().modules) module->require_not_lent("global_avg()");
   agree_on_hosts();
   average(*gossip_->mixing, gossip_->buckets,
           state().label("global average, after equal steps (pass() without a batch)"));
@@ -210,6 +211,7 @@ void ShardGossipOptimizerCore::global_avg() {
 void ShardGossipOptimizerCore::hold_mean() {
   const torch::NoGradGuard no_grad;
   if (gossip_->holds_mean) throw UsageError("ShardGossipOptimizer: hold_mean() again before hold_own()");
+  for (const auto& module : state().modules) module->require_not_lent("hold_mean()");
   agree_on_hosts();
   const auto& hosts = gossip_->mixing->remaining();
   keep_own();
