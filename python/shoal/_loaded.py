@@ -19,6 +19,9 @@ class _Hook:
         self._owner = None if owner is None else weakref.ref(owner)
         self._act = act
 
+    def lives(self) -> bool:
+        return self._owner is not None and self._owner() is not None
+
     def __call__(self, *args: Any) -> None:
         owner = self._owner() if self._owner is not None else None
         if owner is not None and self._act is not None:
@@ -34,23 +37,27 @@ class _Hook:
 def _add_hooks(
     module: torch.nn.Module, owner: Any, before: Callable[..., None], after: Callable[..., None] | None = None
 ) -> None:
-    """Hooks of each load_state_dict() of the module or a part of it, which go with the owner."""
-    handles = []
+    """Hooks of each load_state_dict() of the module or a part of it, in place of those whose owners are gone. These do nothing,
+    and cannot go with their owners: that may be in the middle of a load, which walks over the hooks."""
     for part in module.modules():
-        handles.append(part.register_load_state_dict_pre_hook(_Hook(owner, before)))
+        _remove_dead(part._load_state_dict_pre_hooks)
+        _remove_dead(part._load_state_dict_post_hooks)
+        part.register_load_state_dict_pre_hook(_Hook(owner, before))
         if after is not None:
-            handles.append(part.register_load_state_dict_post_hook(_Hook(owner, after)))
-    weakref.finalize(owner, _remove, handles)
+            part.register_load_state_dict_post_hook(_Hook(owner, after))
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _remove_dead(hooks: dict[int, Any]) -> None:
+    for key, value in list(hooks.items()):
+        hook = getattr(value, "hook", value)  # PyTorch wraps those before a load
+        if isinstance(hook, _Hook) and not hook.lives():
+            del hooks[key]
 
 
 class Loads:
     """Loads into parameters since the last clear(). Those that together leave the values as they were do not count, such as
-    averages that rank 0 swaps in and out for an evaluation: the other ranks know nothing of them."""
+    averages that rank 0 swaps in and out for an evaluation: the other ranks know nothing of them. One that changes nothing by
+    itself counts, because other ranks may have got these values by it."""
 
     def __init__(self, module: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
@@ -58,34 +65,32 @@ class Loads:
         _add_hooks(module, self, Loads._begin, Loads._end)
 
     def clear(self) -> None:
-        self._before: dict[int, int] = {}  # digests of what loads have changed, by id
-        self._loaded = False
-        self._changed = False
+        self._first: dict[int, int] = {}  # digests before the first load, by id
+        self._last: dict[int, int] = {}  # before the load in progress
+        self._depth = 0  # of modules that it has begun with
+        self._same = False
 
     def count(self) -> bool:
-        """A load that has changed nothing counts, too: other ranks may have got these values by it."""
-        if not self._changed:
-            return self._loaded
-        return any(_C.digest(self._parameters[key].detach()) != value for key, value in self._before.items())
+        self._depth = 0  # a load that has failed is over
+        return self._same or any(self._digest(key) != value for key, value in self._first.items())
+
+    def _digest(self, key: int) -> int:
+        return _C.digest(self._parameters[key].detach())
 
     def _begin(self, module: torch.nn.Module, *rest: Any) -> None:
-        for key, parameter in self._own(module):
-            if key not in self._before:
-                self._before[key] = _C.digest(parameter.detach())
+        if self._depth == 0:
+            self._last = {}
+        self._depth += 1
+        for parameter in module.parameters(recurse=False):
+            key = id(parameter)
+            if key in self._parameters:
+                self._last[key] = self._digest(key)
+                self._first.setdefault(key, self._last[key])
 
     def _end(self, module: torch.nn.Module, *rest: Any) -> None:
-        self._loaded = True
-        for key, parameter in self._own(module):
-            if key not in self._before:
-                continue
-            if self._before[key] == _C.digest(parameter.detach()):
-                del self._before[key]
-            else:
-                self._changed = True
-
-    def _own(self, module: torch.nn.Module) -> list[tuple[int, torch.Tensor]]:
-        own = module.parameters(recurse=False)
-        return [(id(parameter), parameter) for parameter in own if id(parameter) in self._parameters]
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and all(self._digest(key) == value for key, value in self._last.items()):
+            self._same = True
 
 
 def tell_of_loading(module: torch.nn.Module, core: Any) -> None:

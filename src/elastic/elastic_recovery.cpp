@@ -50,8 +50,8 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   asked = false;
   int late = 0;
   bool with_newcomers = false;
-  if (training != nullptr) training->leave_groups();
   while (true) {
+    if (training != nullptr) training->leave_groups();
     generations->recover(options.min_ranks);
     with_newcomers = with_newcomers || generations->has_newcomers();
     // Newcomers get the state within the world's limit.

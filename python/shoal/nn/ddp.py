@@ -58,7 +58,7 @@ class DistributedDataParallel(Wrapper):
 
     The constructor is collective. It compares the models of all ranks (DisagreeError) and broadcasts rank 0's values.
     If parameters are loaded, or written and no step lies between, the next forward compares the values of all ranks. One
-    rank may load averages for an evaluation if it restores its own values before that.
+    rank may load other values for an evaluation by load_state_dict() if it restores its own before that.
     Writes in place after a step are not compared, as in PyTorch.
     """
 

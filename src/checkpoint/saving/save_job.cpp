@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "base/start_thread.h"
 #include "checkpoint/format/atomic_file.h"
 #include "checkpoint/format/crc32.h"
 #include "checkpoint/format/index.h"
@@ -170,7 +171,7 @@ void SaveJob::write_together() {
       std::chrono::milliseconds(1000 * static_cast<int64_t>(state_of(group_)->world->options.timeout_seconds));
   const auto patience = std::min<std::chrono::milliseconds>(std::chrono::seconds(5), limit / 3);
   enum Progress : uint8_t { busy, done, failed };
-  auto written = std::async(std::launch::async, [this] { write_files(); });
+  auto written = start_async("writes a checkpoint", [this] { write_files(); });
   std::exception_ptr failure;
   try {
     auto all = at::empty({group_.size()}, at::kByte);
@@ -266,7 +267,7 @@ std::future<void> SaveJob::finish() {
     return {};
   }
   // The next save retries what cannot be removed, and reports why.
-  return std::async(std::launch::async, [old, lock = std::shared_ptr<FolderLock>(std::move(lock_))] {
+  return start_async("removes old checkpoints", [old, lock = std::shared_ptr<FolderLock>(std::move(lock_))] {
     std::error_code ignored;
     for (const auto& folder : old) std::filesystem::remove_all(folder, ignored);
   });

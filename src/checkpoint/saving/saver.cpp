@@ -5,6 +5,7 @@
 #include <future>
 #include <numeric>
 
+#include "base/start_thread.h"
 #include "checkpoint/saving/save_job.h"
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
@@ -81,7 +82,7 @@ void CheckpointSaver::save_async(const CheckpointContents& contents) {
   wait();
   std::shared_ptr<SaveJob> job = state_->start(contents);
   job->detach(state_->buffer, state_->options.snapshot_mb << 20);
-  state_->background = std::async(std::launch::async, [job] { job->finish(); });
+  state_->background = start_async("saves a checkpoint", [job] { job->finish(); });
 }
 
 void CheckpointSaver::wait() {

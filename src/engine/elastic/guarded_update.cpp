@@ -258,16 +258,19 @@ bool GuardedUpdate::is_left_by_all() {
   shared_.record(self).left.store(commits_);
   survivors_.ring();
   bool begun = false;
+  const auto owes = [&](int rank) { return !has_begun(rank) && shared_.record(rank).left.load() < commits_; };
   const auto all_have_come = [&] {
     bool all = true;
     for (int rank = 0; rank < group_.size(); ++rank) {
       const bool absent = survivors_.absent(rank);  // asked first: what it has written counts
       begun = begun || has_begun(rank);
-      all = all && (absent || shared_.record(rank).left.load() >= commits_);
+      all = all && (absent || !owes(rank));
     }
     return begun || all;
   };
-  return survivors_.wait_in_time("the end of a step that this rank does not update", all_have_come) && !begun;
+  const auto late = [&](int rank) { return owes(rank) && !survivors_.absent(rank); };
+  survivors_.wait("the end of a step that this rank does not update", all_have_come, late);
+  return !begun;
 }
 
 void GuardedUpdate::skip() {

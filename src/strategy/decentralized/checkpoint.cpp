@@ -79,7 +79,10 @@ class DecentralizedSource : public CheckpointSource {
     auto mass = past_.mass;
     mass.resize(state.buckets.size(), 1);
     state.mixing.resume_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
-    state.weights_told = past_.step > 0 && !past_.known.empty();
+    // On all ranks alike: whoever has failed in its first step is in another one than the others.
+    const bool told = past_.step > 0 && !past_.known.empty();
+    state.weights_told =
+        group().all_reduce(told ? 1 : 0, ReduceOp::min, {past_.step, -1, "weights that are known"}) == 1;
     state.mixing.known().load(past_.known);
     if (past_.version > 0) state.show_all();
     copies_missing_ = false;

@@ -69,6 +69,9 @@ void DecentralizedDataParallelCore::backward(const at::Tensor& loss_sum, double 
 
 void DecentralizedDataParallelCore::pass() {
   state_->require_present("pass()");
+  if (state_->no_sync_depth > 0) {
+    throw UsageError("DecentralizedDataParallel: pass() within no_sync(), which makes no step: call it outside");
+  }
   state_->pass();
 }
 
