@@ -564,6 +564,30 @@ TEST(ElasticLoop, ELA02_ELA03_a_rank_that_alone_does_not_update_leaves_and_the_o
   }
 }
 
+// As after an overflow that a program looks for itself. The late rank is not killed before twice the limit.
+TEST(ElasticLoop, ELA02_ELA08_a_late_rank_of_a_step_that_nobody_updates_is_waited_for) {
+  const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+    alarm(30);
+    auto net = std::make_shared<test::Net>();
+    OSS<torch::optim::Adam> optimizer(net->parameters(), torch::optim::AdamOptions(0.01), world.group());
+    DistributedDataParallel parallel(net, world.group());
+    Elastic elastic(world, parallel, optimizer, {.straggler_seconds = 1});
+    const auto x = test::inputs_of({1, 2});
+    const auto compute = [&] {
+      optimizer.zero_grad();
+      test::loss_of(parallel.forward(x), x).backward();
+    };
+    const auto late = [&] { usleep(world.rank() == 0 ? 1'400'000 : 0); };
+    const auto usual = [&] { optimizer.step(); };
+    for (const auto& update : std::vector<std::function<void()>>{usual, late, usual}) {
+      while (!elastic.step(2, compute, update)) {
+      }
+    }
+    return std::to_string(world.size());
+  });
+  for (const auto& rank : ended) EXPECT_EQ(rank.text, "3");
+}
+
 // It comes after the update, so it cannot be taken for one that has changed nothing.
 TEST(ElasticLoop, ELA02_ELA03_a_second_update_in_a_step_ends_the_rank) {
   const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
