@@ -51,7 +51,8 @@ struct FullyShardedDataParallelOptions {
   Precision precision{};                          // only `compute` is applied, as autocast in forward; the module gives
                                                   // the dtype of parameters, the optimizer has the scaler
   std::optional<at::ScalarType> param_dtype{};    // dtype of floating-point parameters and inputs of forward; each rank
-                                                  // keeps a float32 copy of its own shards
+                                                  // keeps a float32 copy of its own shards, but not of frozen
+                                                  // parameters that have this dtype already
   std::optional<at::ScalarType> reduce_dtype{};   // dtype of the gradient reduction; none: the parameters' dtype
   std::optional<at::ScalarType> buffer_dtype{};   // dtype of floating-point buffers; full_state_dict returns them in
                                                   // their original dtype

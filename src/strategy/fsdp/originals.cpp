@@ -15,7 +15,7 @@ Originals narrow(const ModuleTensors& tensors, at::ScalarType dtype,
   for (const auto& entry : tensors.parameters) {
     if (entry.tensor.requires_grad()) {
       originals.trainable.push_back(entry.tensor.detach());
-    } else {
+    } else if (former.empty() && entry.tensor.scalar_type() != dtype) {
       originals.frozen[entry.tensor.unsafeGetTensorImpl()] = entry.tensor.detach();
     }
     at::Tensor(entry.tensor).set_data(entry.tensor.detach().to(dtype));
@@ -31,6 +31,10 @@ Originals narrow(const ModuleTensors& tensors, at::ScalarType dtype,
   return originals;
 }
 
+bool Originals::copied(const at::Tensor& parameter) const {
+  return has_copy(parameter) && frozen.contains(parameter.unsafeGetTensorImpl());
+}
+
 void keep_own_elements(const Bucket& bucket, std::vector<at::Tensor>& originals) {
   std::vector<at::Tensor> own(bucket.members().size());
   for (const auto& slice : bucket.layout().overlapping(bucket.kept_range())) {
@@ -44,7 +48,7 @@ void list_pieces(FullyShardedCore::Shards::Frozen& frozen, const Group& shard, b
                  const Originals& originals) {
   const auto& own = frozen.owners[static_cast<size_t>(shard.rank())];
   const auto& like = frozen.parameters.front().tensor;
-  const bool copied = !originals.frozen.empty() && has_copy(like);
+  const bool copied = originals.copied(like);
   if (copied) {
     const auto options = like.options().dtype(at::kFloat).requires_grad(false);
     frozen.copies = present ? shard.allocate_host_shared(frozen.layout.size(), options, frozen.owners).tensor()

@@ -116,14 +116,15 @@ void materialize_and_broadcast(const ShardGroups& groups, std::vector<at::Tensor
   if (sync) broadcast_coalesced(groups.all, tensors, 0, {-1, -1, name});
 }
 
-// A unit's frozen parameters, grouped by dtype.
-std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit) {
-  std::map<at::ScalarType, std::vector<NamedTensor>> kinds;
+// A unit's frozen parameters, grouped by dtype and by whether they get float32 copies.
+std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit, const Originals& originals) {
+  std::map<std::pair<at::ScalarType, bool>, std::vector<NamedTensor>> kinds;
   for (const auto& entry : unit.parameters) {
-    if (!entry.tensor.requires_grad()) kinds[entry.tensor.scalar_type()].push_back(entry);
+    if (entry.tensor.requires_grad()) continue;
+    kinds[{entry.tensor.scalar_type(), originals.copied(entry.tensor)}].push_back(entry);
   }
   std::vector<std::vector<NamedTensor>> lists;
-  for (auto& [dtype, list] : kinds) lists.push_back(std::move(list));
+  for (auto& [kind, list] : kinds) lists.push_back(std::move(list));
   return lists;
 }
 
@@ -227,7 +228,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
                                reducer.owners_of(buckets[bucket], shard.size()), name);
       if (!originals.trainable.empty()) keep_own_elements(buckets[bucket], originals.trainable);
     }
-    for (auto& list : frozen_of(unit)) {
+    for (auto& list : frozen_of(unit, originals)) {
       std::vector<int64_t> numels;
       std::vector<at::Tensor> tensors;
       for (const auto& entry : list) {

@@ -24,7 +24,7 @@ struct FullyShardedCore::Shards {
   std::vector<Unit> units{};
   std::shared_ptr<Pager> pager{};  // nullptr if all parameters are always in memory
   std::shared_ptr<ShardedModule> module{};
-  // Frozen parameters of one unit and dtype.
+  // Frozen parameters of one unit and dtype, which all have float32 copies, or none.
   struct Frozen {
     std::vector<NamedTensor> parameters;
     FlatLayout layout;

@@ -171,6 +171,23 @@ TEST(Fsdp, FSDP05_frozen_parameters_keep_the_values_that_16_bits_cannot_hold) {
   EXPECT_TRUE(at::equal(model->second->weight, exact));
 }
 
+TEST(Fsdp, FSDP05_frozen_parameters_that_have_the_dtype_already_get_no_copies) {
+  const auto exact = at::full({16, 16}, 1.001F);
+  const auto model = std::make_shared<MlpImpl>(12, 16, 5, at::kFloat);
+  model->second->weight.set_requires_grad(false).copy_(exact);
+  const auto& bias = model->second->bias.set_requires_grad(false);
+  bias.set_data(at::full({16}, 0.5, at::kBFloat16));
+  auto options = by_layer();
+  options.param_dtype = at::kBFloat16;
+  FullyShardedDataParallel<MlpImpl> parallel(model, group(), options);
+  const auto state = parallel.full_state_dict();
+  EXPECT_TRUE(at::equal(state.at("second.weight"), exact));
+  EXPECT_TRUE(at::equal(state.at("second.bias"), at::full({16}, 0.5, at::kBFloat16)));
+  EXPECT_EQ(state.at("second.bias").scalar_type(), at::kBFloat16);
+  if (!parallel.shared()) return;
+  EXPECT_EQ(parallel.frozen_copies().size(), 1) << "of the weight";
+}
+
 // Two buffers with the same short name and different dtypes.
 struct TwoBuffersImpl : torch::nn::Module {
   struct PartImpl : torch::nn::Module {
