@@ -164,6 +164,8 @@ class FullyShardedCore : public DataParallelCore {
   void check_hold(const SummonFullParamsOptions& options) const;
   void hold(const SummonFullParamsOptions& options, bool reads_only);
   void release();
+  // Ends the scope on this rank, without the others, and drops what release() has not kept.
+  void drop_hold() noexcept;
   std::vector<FullyShardedCore*> wrappers_within();
 
   // For Elastic. UsageError that names what cannot go on in another group.

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import resource
 
 import pytest
 import torch
@@ -263,6 +264,28 @@ def test_PY06_frozen_parameters_that_fsdp_converts_keep_their_precision(transpor
         assert torch.equal(model.unwrap()[0].weight, exact)
 
     on_ranks(keeps)
+
+
+def test_PY06_a_scope_of_full_parameters_that_finds_no_memory_leaves_nothing_open():
+    def summons(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(2560, 4096, bias=False))
+        net[1].requires_grad_(False)  # the scope comes to it last
+        model = shoal.nn.FullyShardedDataParallel(net)
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm") as pages:
+            taken = int(pages.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 2**24, unlimited[1]))
+        with pytest.raises(RuntimeError, match="allocate"):
+            with model.summon_full_params():
+                pass
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        with torch.no_grad():
+            net[0].weight.fill_(3.0)
+        with model.summon_full_params(writeback=False):
+            pass
+        assert torch.equal(net[0].weight, torch.full((4, 4), 3.0)), "writes are noticed again"
+
+    on_ranks(summons)
 
 
 def test_PY06_what_fsdp_ignores_keeps_its_dtype_in_loads():

@@ -86,9 +86,9 @@ void ParameterBuffer::before_write(std::string_view, c10::StorageImpl* storage) 
 
 void ParameterBuffer::make_private(size_t piece) {
   if (private_[piece]) return;
-  private_[piece] = true;
   auto* storage = homes_[piece].storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece)).clone()));
+  private_[piece] = true;
 }
 
 void ParameterBuffer::make_private() {

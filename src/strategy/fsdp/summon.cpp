@@ -1,5 +1,6 @@
 // summon_full_params: a scope in which parameters are whole.
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <torch/utils.h>
 
@@ -72,17 +73,16 @@ void show_gradients(FullyShardedCore::Shards& shards) {
 // Writes changed elements of summoned gradients back to the sums; unchanged ones keep the sum's precision.
 void take_gradients(FullyShardedCore::Shards& shards) {
   const auto& gradients = shards.module->reducer().gradients();
-  const auto& options = shards.hold->options;
+  if (!shards.hold->options.writeback) return;
   for (const auto& piece : shards.module->pieces()) {
     const auto& grad = gradients[piece.gradient].parameter.grad();
-    if (!options.writeback || !grad.defined() || grad.is_same(shards.hold->grads[piece.gradient])) continue;
+    if (!grad.defined() || grad.is_same(shards.hold->grads[piece.gradient])) continue;
     const auto now = own_part(gradients[piece.gradient].parameter, piece);
     const auto sum = piece.sum.as_strided({piece.sum.numel()}, {1});
     sum.copy_(at::where(now != sum.to(now.scalar_type()), now.to(sum.scalar_type()), sum));
   }
   for (size_t number = 0; number < gradients.size(); ++number) {
-    auto& grad = at::Tensor(gradients[number].parameter).mutable_grad();
-    if (grad.defined() || !options.writeback) grad = shards.hold->grads[number];  // else the caller dropped it
+    if (!gradients[number].parameter.grad().defined()) shards.hold->grads[number].reset();  // the caller dropped it
   }
 }
 
@@ -100,10 +100,15 @@ FullParameters::FullParameters(FullyShardedCore& core, const SummonFullParamsOpt
   auto wrappers = options.recurse ? core.wrappers_within() : std::vector<FullyShardedCore*>();
   wrappers.push_back(&core);
   for (auto* wrapper : wrappers) wrapper->check_hold(options);
+  auto undo = c10::make_scope_exit([&] {
+    for (auto* wrapper : held_) wrapper->drop_hold();
+  });
+  held_.reserve(wrappers.size());
   for (auto* wrapper : wrappers) {
     wrapper->hold(options, reads_only);
     held_.push_back(wrapper);
   }
+  undo.release();
 }
 
 FullParameters::~FullParameters() {
@@ -138,7 +143,8 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options, bool reads_o
   auto& shards = *shards_;
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  Shards::Hold hold{.options = options};
+  auto& hold = shards.hold.emplace(Shards::Hold{.options = options});
+  auto undo = c10::make_scope_exit([&] { drop_hold(); });
   for (const auto& unit : shards.units) {
     if (!options.recurse && !unit.name.empty()) hold.left_out.insert(title(unit));
   }
@@ -153,35 +159,50 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options, bool reads_o
       if (gather.shared() ? held : dropped) gather.make_private();
     });
   }
-  shards.hold.emplace(std::move(hold));
   shards.module->lend(true);
   if (options.with_grads) show_gradients(shards);
+  undo.release();
+}
+
+void FullyShardedCore::drop_hold() noexcept {
+  auto& shards = *shards_;
+  const NormalMode outside;
+  const torch::NoGradGuard no_grad;
+  const auto& gradients = shards.module->reducer().gradients();
+  for (size_t number = 0; number < shards.hold->grads.size(); ++number) {
+    at::Tensor(gradients[number].parameter).mutable_grad() = shards.hold->grads[number];
+  }
+  shards.hold.reset();
+  shards.module->lend(false);
+  try {
+    if (shards.pager) shards.pager->reshard_all(/*store=*/false);
+    shards.module->visit_gathers([](const std::string&, ParameterGather& gather) { gather.end_private(false); });
+  } catch (...) {  // NOLINT(bugprone-empty-catch): a peer is gone; whoever calls the group next is told
+  }
+  shards.module->notice_writes(true);
 }
 
 void FullyShardedCore::release() {
   auto& shards = *shards_;
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  if (shards.hold->options.with_grads) take_gradients(shards);
-  const auto hold = std::exchange(shards.hold, {});
-  shards.module->lend(false);
-  const bool writeback = hold->options.writeback;
+  const auto drop_the_rest = c10::make_scope_exit([&] { drop_hold(); });
+  const auto& hold = *shards.hold;
+  if (hold.options.with_grads) take_gradients(shards);
+  if (!shards.pager) shards.groups.shard.barrier(label).wait();  // no rank reads the former values any more
+  if (!hold.options.writeback) return;
   if (shards.pager) {
-    shards.pager->reshard_all(writeback);
+    shards.pager->reshard_all(/*store=*/true);
   } else {
-    shards.groups.shard.barrier(label).wait();  // no rank reads the former values any more
     for_gathers(shards, [&](const std::string& unit, ParameterGather& gather) {
-      gather.end_private(writeback && !hold->left_out.contains(unit));
+      gather.end_private(/*keep=*/!hold.left_out.contains(unit));
     });
-    if (writeback) shards.groups.shard.barrier(label).wait();  // all ranks have written theirs
+    shards.groups.shard.barrier(label).wait();  // all ranks have written theirs
   }
-  if (writeback) {
-    for (const auto& piece : shards.module->pieces()) piece.take_back();
-    for (const auto& frozen : shards.frozen) {
-      for (const auto& piece : frozen.pieces) piece.take_back();
-    }
+  for (const auto& piece : shards.module->pieces()) piece.take_back();
+  for (const auto& frozen : shards.frozen) {
+    for (const auto& piece : frozen.pieces) piece.take_back();
   }
-  shards.module->notice_writes(true);
 }
 
 }  // namespace shoal
