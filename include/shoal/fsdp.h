@@ -200,8 +200,9 @@ class FullyShardedCore : public DataParallelCore {
 
 // Scope of summon_full_params(): parameters are gathered and remain in memory, also for data_ptr(). Every rank has them
 // in memory of its own, also where ranks share memory, and sees its own writes only. Pointers into that memory must not
-// outlive the scope. Construction and destruction are collective. Move-only; must not outlive its wrapper. Within the
-// scope, forward, an optimizer step and a second scope are UsageErrors.
+// outlive the scope. Where ranks share memory, writes past the operators to parameters that the scope leaves out
+// (recurse, rank0_only) change them on all ranks, and stay. Construction and destruction are collective. Move-only; must
+// not outlive its wrapper. Within the scope, forward, an optimizer step and a second scope are UsageErrors.
 class FullParameters {
  public:
   // reads_only: nothing is written past the operators, so that ranks that share memory need no copies.
