@@ -131,7 +131,8 @@ class FullyShardedCore : public DataParallelCore {
   [[nodiscard]] FullParameters summon_full_params(bool writeback = true);
 
   // Full parameters, in the dtype that the optimizer updates, and buffers, by name. Copies, on rank `recipient` of the
-  // group only (empty elsewhere); none: on every rank. Collective.
+  // group only (empty elsewhere); none: on every rank. Within summon_full_params() they have what this rank has written
+  // there. Collective.
   std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient = std::nullopt) const;
 
   // Visits the tensors of full_state_dict() one at a time, in the same order on all ranks, for models larger than a
@@ -201,8 +202,8 @@ class FullyShardedCore : public DataParallelCore {
 // Scope of summon_full_params(): parameters are gathered and remain in memory, also for data_ptr(). Every rank has them
 // in memory of its own, also where ranks share memory, and sees its own writes only. Pointers into that memory must not
 // outlive the scope. Where ranks share memory, writes past the operators to parameters that the scope leaves out
-// (recurse, rank0_only) change them on all ranks, and stay. Construction and destruction are collective. Move-only; must
-// not outlive its wrapper. Within the scope, forward, an optimizer step and a second scope are UsageErrors.
+// (recurse, rank0_only) change them on all ranks, and stay. Construction and destruction are collective. Move-only;
+// must not outlive its wrapper. Within the scope, forward, an optimizer step and a second scope are UsageErrors.
 class FullParameters {
  public:
   // reads_only: nothing is written past the operators, so that ranks that share memory need no copies.

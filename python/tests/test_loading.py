@@ -266,6 +266,36 @@ def test_PY06_frozen_parameters_that_fsdp_converts_keep_their_precision(transpor
     on_ranks(keeps)
 
 
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("options", [{}, {"writeback": False}, {"writeback": False, "rank0_only": True}])
+def test_PY06_the_state_within_a_scope_of_full_parameters_has_what_was_written_there(transport, options):
+    def writes(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+        net[0].requires_grad_(False)
+        for layer in net:
+            torch.nn.init.constant_(layer.weight, 1.001)
+        model = shoal.nn.FullyShardedDataParallel(net, group_over(transport), param_dtype=torch.bfloat16)
+        before = {f"{i}.weight": torch.full(net[i].weight.shape, 1.001) for i in range(2)}
+        written = {name: value.clone() for name, value in before.items()}
+        for value in written.values():
+            value[1] = 2.0
+        here = rank == 0 or not options.get("rank0_only")
+
+        def has(expected):
+            state = model.state_dict()
+            return all(torch.equal(state[name], value) for name, value in expected.items())
+
+        with model.summon_full_params(**options):
+            if here:
+                with torch.no_grad():
+                    for layer in net:
+                        layer.weight[1].mul_(2)
+            assert has(written if here else before)
+        assert has(written if options.get("writeback", True) else before)
+
+    on_ranks(writes)
+
+
 def test_PY06_a_scope_of_full_parameters_that_finds_no_memory_leaves_nothing_open():
     def summons(rank):
         net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(2560, 4096, bias=False))

@@ -10,10 +10,8 @@
 #include "shoal/error.h"
 
 namespace shoal {
-namespace {
 
-// Takes over elements that differ from the rounded copy; others keep the copy's precision. Part by part, because what is
-// compared takes memory, too.
+// Part by part, because what is compared takes memory, too.
 void take_written(const at::Tensor& elements, const at::Tensor& copy) {
   constexpr int64_t at_once = int64_t{1} << 20;
   const auto exact = copy.detach().split(at_once);
@@ -23,8 +21,6 @@ void take_written(const at::Tensor& elements, const at::Tensor& copy) {
     exact[i].copy_(at::where(written, now[i].to(exact[i].scalar_type()), exact[i]));
   }
 }
-
-}  // namespace
 
 ShardedModule::ShardedModule(Group shard, std::shared_ptr<Reducer> reducer,
                              std::vector<std::unique_ptr<ParameterGather>> gathers, std::shared_ptr<Timers> waits,

@@ -46,6 +46,9 @@ inline bool has_copy(const at::Tensor& parameter) {
   return parameter.element_size() < static_cast<int64_t>(sizeof(float));
 }
 
+// Takes over elements that differ from their rounded copy; others keep the copy's precision.
+void take_written(const at::Tensor& elements, const at::Tensor& copy);
+
 // This rank's elements of a frozen parameter.
 struct FrozenPiece {
   Slice slice{};          // position in the layout of the parameter's gather

@@ -11,19 +11,25 @@ namespace shoal {
 
 at::Tensor FullyShardedCore::whole(const at::Tensor& parameter, const std::string& name) const {
   if (!has_copy(parameter)) return parameter.detach().clone();
-  for (const auto& frozen : shards_->frozen) {
-    for (size_t number = 0; number < frozen.parameters.size(); ++number) {
-      if (!frozen.parameters[number].tensor.is_same(parameter)) continue;
-      if (!frozen.copies.defined()) return parameter.detach().clone();
-      return shards_->assemble(parameter, at::kFloat, name, [&](const at::Tensor& flat) {
-        for (const auto& piece : frozen.pieces) {
+  auto value = shards_->assemble_exact(parameter, name);
+  if (shards_->holds(name)) take_written(in_memory_order(parameter.detach()), in_memory_order(value));
+  return value;
+}
+
+at::Tensor FullyShardedCore::Shards::assemble_exact(const at::Tensor& parameter, const std::string& name) const {
+  for (const auto& list : frozen) {
+    for (size_t number = 0; number < list.parameters.size(); ++number) {
+      if (!list.parameters[number].tensor.is_same(parameter)) continue;
+      if (!list.copies.defined()) return parameter.detach().clone();
+      return assemble(parameter, at::kFloat, name, [&](const at::Tensor& flat) {
+        for (const auto& piece : list.pieces) {
           if (piece.slice.piece != number) continue;
           flat.narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size()).copy_(piece.exact);
         }
       });
     }
   }
-  return shards_->assemble(parameter, at::kFloat, name, [](const OwnedPiece& piece) { return piece.main; });
+  return assemble(parameter, at::kFloat, name, [](const OwnedPiece& piece) { return piece.main; });
 }
 
 at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::ScalarType dtype,

@@ -39,6 +39,7 @@ struct FullyShardedCore::Shards {
   // State of a summon_full_params scope.
   struct Hold {
     SummonFullParamsOptions options;
+    bool here = true;                  // this rank has full parameters
     std::set<std::string> left_out{};  // names of units
     std::vector<at::Tensor> grads{};   // former grad(), by gradient of the reducer
   };
@@ -48,6 +49,10 @@ struct FullyShardedCore::Shards {
   // Buffers and their original dtypes; empty: buffers were not converted.
   std::vector<std::pair<at::Tensor, at::ScalarType>> buffer_dtypes{};
 
+  // Whether a summon_full_params scope holds the parameter in full on this rank.
+  bool holds(const std::string& parameter) const;
+  // Full value of a 16-bit parameter, from the float32 copies if it has some. Collective.
+  at::Tensor assemble_exact(const at::Tensor& parameter, const std::string& name) const;
   // Assembles a parameter from what each rank writes to its own part of zeros, in memory order. Collective.
   at::Tensor assemble(const at::Tensor& parameter, at::ScalarType dtype, const std::string& name,
                       const std::function<void(const at::Tensor& flat)>& write_own) const;

@@ -58,7 +58,6 @@ at::Tensor own_part(const at::Tensor& parameter, const OwnedPiece& piece) {
 
 void show_gradients(FullyShardedCore::Shards& shards) {
   const auto& reducer = shards.module->reducer();
-  const bool here = !shards.hold->options.rank0_only || shards.groups.all.rank() == 0;
   for (size_t number = 0; number < reducer.gradients().size(); ++number) {
     const auto& gradient = reducer.gradients()[number];
     auto& grad = at::Tensor(gradient.parameter).mutable_grad();
@@ -66,7 +65,7 @@ void show_gradients(FullyShardedCore::Shards& shards) {
     if (!reducer.has_sum(number)) continue;
     const auto sum = shards.assemble(gradient.parameter, gradient.dtype(), gradient.name,
                                      [](const OwnedPiece& piece) { return piece.sum; });
-    if (here) grad = sum.to(gradient.parameter.scalar_type());
+    if (shards.hold->here) grad = sum.to(gradient.parameter.scalar_type());
   }
 }
 
@@ -87,6 +86,16 @@ void take_gradients(FullyShardedCore::Shards& shards) {
 }
 
 }  // namespace
+
+bool FullyShardedCore::Shards::holds(const std::string& parameter) const {
+  if (!hold || !hold->here) return false;
+  for (const auto& unit : units) {
+    for (const auto& entry : unit.parameters) {
+      if (entry.name == parameter) return !hold->left_out.contains(title(unit));
+    }
+  }
+  return false;
+}
 
 FullParameters FullyShardedCore::summon_full_params(const SummonFullParamsOptions& options) {
   return {*this, options};
@@ -143,18 +152,18 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options, bool reads_o
   auto& shards = *shards_;
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  auto& hold = shards.hold.emplace(Shards::Hold{.options = options});
+  auto& hold = shards.hold.emplace(
+      Shards::Hold{.options = options, .here = !options.rank0_only || shards.groups.all.rank() == 0});
   auto undo = c10::make_scope_exit([&] { drop_hold(); });
   for (const auto& unit : shards.units) {
     if (!options.recurse && !unit.name.empty()) hold.left_out.insert(title(unit));
   }
   shards.module->notice_writes(false);  // this scope decides which writes are kept
-  const bool here = !options.rank0_only || shards.groups.all.rank() == 0;
   if (shards.pager) {
-    shards.pager->unshard_all(here, hold.left_out);
+    shards.pager->unshard_all(hold.here, hold.left_out);
   } else if (!reads_only) {
     for_gathers(shards, [&](const std::string& unit, ParameterGather& gather) {
-      const bool held = here && !hold.left_out.contains(unit);
+      const bool held = hold.here && !hold.left_out.contains(unit);
       const bool dropped = !options.writeback || !held;
       if (gather.shared() ? held : dropped) gather.make_private();
     });
