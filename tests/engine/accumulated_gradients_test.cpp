@@ -149,6 +149,24 @@ TEST(AccumulatedGradients, another_object_goes_on_from_what_is_left) {
   EXPECT_TRUE(at::equal(with.grad(1), at::full({2}, 3.0)));
 }
 
+TEST(AccumulatedGradients, another_object_leaves_means_where_they_are) {
+  for (const bool converted : {false, true}) {
+    WithGradients with(/*in_buckets=*/false);
+    with.grad(0) = at::full({2}, 3.0);
+    with.accumulated->note_mean(0);
+    const auto left = with.accumulated->left();
+    auto gradients = with.gradients;
+    if (converted) gradients[0].reduce_dtype = at::kDouble;
+    BucketSet buckets(gradients, with.group, with.reduction.plan());
+    AccumulatedGradients next(gradients, buckets, {.in_buckets = converted});
+    next.move_to(buckets.build({0, 1}));
+    next.resume(left, [](const Bucket&) { return true; });
+    EXPECT_FALSE(same_storage(with.grad(0), buckets.of(0).flat()));
+    EXPECT_EQ(with.grad(0).scalar_type(), at::kFloat);
+    EXPECT_TRUE(next.has_mean(0));
+  }
+}
+
 // What a program has in the same memory would be left behind.
 TEST(AccumulatedGradients, DDP05_a_gradient_that_is_part_of_another_tensor_stays_there) {
   WithGradients with;

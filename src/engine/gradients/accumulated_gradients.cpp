@@ -29,7 +29,9 @@ void AccumulatedGradients::move_to(std::vector<Bucket> before) {
   sums_.start();
   if (!in_buckets_) return;
   if (everywhere_) shown_.note_all(gradients_);
-  for (size_t i = 0; i < gradients_.size(); ++i) lay_in_bucket(i);
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (belongs_in_bucket(i)) lay_in_bucket(i);
+  }
 }
 
 void AccumulatedGradients::adopt_changes() {
@@ -263,7 +265,7 @@ void AccumulatedGradients::resume(const Left& left, const std::function<bool(con
     own_.used[i] = found->second.used && gradients_[i].parameter.grad().defined();
     means_[i] = found->second.has_mean;
     own_.means[i] = found->second.mean;
-    lay_in_bucket(i);
+    if (belongs_in_bucket(i)) lay_in_bucket(i);
     if (own_.used[i]) mark(i);
     sums_.resume(i, found->second.sum, keeps_whole(buckets_.of(i)));
   }

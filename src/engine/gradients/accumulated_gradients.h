@@ -115,6 +115,10 @@ class AccumulatedGradients {
   bool has_zeros(size_t gradient) const {
     return !sums_.stands_in(gradient) && is_zero(gradients_[gradient].parameter.grad());
   }
+  // Between backwards. Sums are in the parameter's dtype, which optimizers need, though the bucket is in another.
+  bool belongs_in_bucket(size_t gradient) const {
+    return gradients_[gradient].reduce_dtype ? own_.used[gradient] : in_buckets_;
+  }
   void lay_in_bucket(size_t gradient);
   void leave_what_is_kept(size_t bucket);
   // See ShownGradients.
