@@ -62,7 +62,8 @@ void Reducer::finish_step() {
   if (step_->from != Step::From::caller && !options_.find_unused_parameters && !options_.static_graph &&
       !options_.accept_unused) {
     for (size_t i = 0; i < gradients_.size(); ++i) {
-      const bool unused = !step_->used_anywhere[i] && !step_->came_anywhere[i] && !buckets_.frozen(i);
+      const bool trains = !buckets_.frozen(i) && gradients_[i].parameter.requires_grad();
+      const bool unused = trains && !step_->used_anywhere[i] && !step_->came_anywhere[i];
       if (unused) last_.unused_names.push_back(gradients_[i].name);
     }
   }

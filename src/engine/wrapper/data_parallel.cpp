@@ -156,6 +156,7 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
 
 // Micro-batches may have left gradients of what is frozen now on some ranks: the next step reduces those, too.
 void DataParallelCore::State::refresh_reducer() {
+  reducer->check_last_step();
   const auto left = reducer->left();
   std::vector<int> flags;
   for (const auto& entry : tensors.parameters) {

@@ -10,6 +10,7 @@
 
 #include "shoal/error.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
 namespace shoal::ddp_options_test {
@@ -102,6 +103,46 @@ TEST(DdpOptions, DDP15_frozen_parameters_take_no_part) {
   EXPECT_FALSE(model->first->weight.grad().defined());
   // Pieces begin at multiples of 16 doubles; the tail carries 4 flags, forwards and the weight.
   EXPECT_EQ(log->bytes(Op::all_reduce), (16 * 5 + 16 + 16 * 16 + 16 + StepTrailer::numel(4)) * 8);
+}
+
+TEST(DdpOptions, DDP15_a_parameter_frozen_between_micro_batches_may_be_dropped) {
+  auto model = seeded(1);
+  DistributedDataParallel parallel(model, group());
+  const auto backward = [&](int64_t number) { mean_loss(parallel.forward(batch(group().rank(), number))).backward(); };
+  const auto backward_locally = [&](int64_t number) {
+    const auto local = parallel.no_sync();
+    backward(number);
+  };
+  backward_locally(0);
+  model->second->weight.requires_grad_(false);
+  const auto output = parallel.forward(batch(group().rank(), 1));
+  model->zero_grad();
+  mean_loss(output).backward();
+  backward_locally(2);
+  backward(3);
+  EXPECT_FALSE(model->second->weight.grad().defined());
+}
+
+struct PartlyUsedImpl : torch::nn::Module {
+  PartlyUsedImpl() {
+    used = register_module("used", torch::nn::Linear(12, 6));
+    unused = register_module("unused", torch::nn::Linear(12, 6));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) { return used(x); }
+  torch::nn::Linear used{nullptr}, unused{nullptr};
+};
+
+TEST(DdpOptions, DDP06_a_parameter_that_is_frozen_later_hides_no_unused_one) {
+  auto model = std::make_shared<PartlyUsedImpl>();
+  DistributedDataParallel parallel(model, group());
+  mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  model->used->bias.requires_grad_(false);
+  const auto text = test::refusal([&] { parallel.forward(batch(group().rank(), 1)); });
+  EXPECT_NE(text.find("no rank computed a gradient for unused.weight, unused.bias"), std::string::npos) << text;
+  model->unused->weight.requires_grad_(false);
+  model->unused->bias.requires_grad_(false);
+  mean_loss(parallel.forward(batch(group().rank(), 1))).backward();
 }
 
 TEST(DdpOptions, DDP15_ignored_names_are_left_alone) {
