@@ -149,6 +149,23 @@ TEST(AccumulatedGradients, another_object_goes_on_from_what_is_left) {
   EXPECT_TRUE(at::equal(with.grad(1), at::full({2}, 3.0)));
 }
 
+TEST(AccumulatedGradients, a_mean_that_the_program_has_written_to_is_a_mean_no_more) {
+  const auto is_mean_after = [](const std::function<void(WithGradients&)>& change) {
+    WithGradients with;
+    with.grad(0) = at::full({2}, 3.0);
+    with.accumulated->note_mean(0);
+    with.accumulated->move_to(with.buckets->build({0, 1}));  // which puts another tensor there
+    change(with);
+    with.accumulated->adopt_changes();
+    EXPECT_EQ(with.accumulated->has_mean(0), with.accumulated->mean(0).defined());
+    return with.accumulated->has_mean(0);
+  };
+  EXPECT_TRUE(is_mean_after([](WithGradients&) {}));
+  EXPECT_FALSE(is_mean_after([](WithGradients& with) { with.grad(0).add_(1); }));
+  EXPECT_FALSE(is_mean_after([](WithGradients& with) { with.grad(0) = at::full({2}, 3.0); }));
+  EXPECT_FALSE(is_mean_after([](WithGradients& with) { with.grad(0).reset(); }));
+}
+
 TEST(AccumulatedGradients, another_object_leaves_means_where_they_are) {
   for (const bool converted : {false, true}) {
     WithGradients with(/*in_buckets=*/false);

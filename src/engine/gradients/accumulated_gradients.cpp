@@ -20,6 +20,7 @@ AccumulatedGradients::AccumulatedGradients(const std::vector<Gradient>& gradient
       everywhere_(options.everywhere),
       own_(gradients.size()),
       means_(gradients.size()),
+      versions_(gradients.size()),
       sums_(gradients, buckets, options.about_sums),
       shown_(gradients.size()) {}
 
@@ -45,7 +46,7 @@ void AccumulatedGradients::adopt_changes() {
     some = some || own_.used[i];
     const bool defined = gradients_[i].parameter.grad().defined();
     own_.used[i] = own_.used[i] && defined;
-    means_[i] = means_[i] && defined;
+    means_[i] = means_[i] && defined && (own_.used[i] || !changed(i));
     if (own_.means[i].defined() && (!defined || has_zeros(i))) own_.means[i].reset();
   }
   if (own_.weight && some && !any_left([&](size_t i) { return !zeroed[i] && !(own_.nonzero && has_zeros(i)); })) {
@@ -89,13 +90,29 @@ void AccumulatedGradients::leave_what_is_kept(size_t bucket) {
 void AccumulatedGradients::keep_mean(size_t gradient) {
   if (!means_[gradient] || own_.used[gradient]) return;
   const auto& grad = gradients_[gradient].parameter.grad();
-  if (grad.defined() && !is_zero(grad)) own_.means[gradient] = grad.detach().clone();
+  if (grad.defined()) own_.means[gradient] = grad.detach().clone();
 }
 
 at::Tensor AccumulatedGradients::mean(size_t gradient) const {
   if (!means_[gradient]) return {};
   const auto& grad = gradients_[gradient].parameter.grad();
   return own_.used[gradient] || !grad.defined() ? own_.means[gradient] : grad.detach();
+}
+
+void AccumulatedGradients::note_mean(size_t gradient) {
+  means_[gradient] = true;
+  note_version(gradient);
+}
+
+void AccumulatedGradients::note_version(size_t gradient) {
+  const auto& grad = gradients_[gradient].parameter.grad();
+  versions_[gradient] = {Weak(grad.getIntrusivePtr()), grad.defined() ? grad._version() : 0};
+}
+
+bool AccumulatedGradients::changed(size_t gradient) const {
+  const auto& grad = gradients_[gradient].parameter.grad();
+  const auto& [tensor, version] = versions_[gradient];
+  return !grad.defined() || tensor.lock().get() != grad.unsafeGetTensorImpl() || grad._version() != version;
 }
 
 void AccumulatedGradients::note_arrival(size_t gradient) {
@@ -161,11 +178,13 @@ void AccumulatedGradients::note_arriving(size_t gradient) {
 // The marks of local gradients and of sums count on the bucket's own tensor.
 void AccumulatedGradients::show(size_t gradient, const at::Tensor& view) {
   auto& grad = mutable_grad(gradient);
+  const bool before = changed(gradient);
   if (everywhere_) {
     shown_.show(gradient, grad, view);
   } else {
     grad = view;
   }
+  if (!before) note_version(gradient);
 }
 
 void AccumulatedGradients::leave_mean(size_t gradient, const at::Tensor& view) {
@@ -263,9 +282,9 @@ void AccumulatedGradients::resume(const Left& left, const std::function<bool(con
     const auto found = left.gradients.find(gradients_[i].parameter.unsafeGetTensorImpl());
     if (found == left.gradients.end()) continue;
     own_.used[i] = found->second.used && gradients_[i].parameter.grad().defined();
-    means_[i] = found->second.has_mean;
     own_.means[i] = found->second.mean;
     if (belongs_in_bucket(i)) lay_in_bucket(i);
+    if (found->second.has_mean) note_mean(i);
     if (own_.used[i]) mark(i);
     sums_.resume(i, found->second.sum, keeps_whole(buckets_.of(i)));
   }

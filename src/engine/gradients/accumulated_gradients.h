@@ -50,10 +50,11 @@ class AccumulatedGradients {
   // do not get the sums: where these do not reach every rank.
   void note_arriving(size_t gradient);
   // The mean that earlier steps left in grad(), and every rank has. keep_mean(): call before autograd adds to it, where the step's
-  // sum may be scaled after the reduction. mean(): what the sum has of it, after the reduction; undefined: nothing.
+  // sum may be scaled after the reduction. mean(): what the sum has of it, after the reduction; undefined: nothing. What the
+  // program writes to the mean, or puts in its place, is this rank's own, and it is a mean no more.
   void keep_mean(size_t gradient);
   at::Tensor mean(size_t gradient) const;
-  void note_mean(size_t gradient) { means_[gradient] = true; }
+  void note_mean(size_t gradient);
   bool has_mean(size_t gradient) const { return means_[gradient]; }
   // A backward reached the gradient. note_local(): it did so without synchronising.
   void note_arrival(size_t gradient);
@@ -101,6 +102,11 @@ class AccumulatedGradients {
   void resume(const Left& left, const std::function<bool(const Bucket&)>& keeps_whole);
 
  private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Version {
+    Weak tensor{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    int64_t number = 0;
+  };
   struct Own {
     explicit Own(size_t gradients) : used(gradients), came(gradients), means(gradients) {}
     std::vector<bool> used;
@@ -121,6 +127,9 @@ class AccumulatedGradients {
   }
   void lay_in_bucket(size_t gradient);
   void leave_what_is_kept(size_t bucket);
+  // Whether the program has written to grad(), or replaced it, since note_version().
+  bool changed(size_t gradient) const;
+  void note_version(size_t gradient);
   // See ShownGradients.
   void show(size_t gradient, const at::Tensor& view);
   void mark(size_t gradient);
@@ -130,7 +139,8 @@ class AccumulatedGradients {
   bool in_buckets_;
   bool everywhere_;
   Own own_;
-  std::vector<bool> means_;  // by gradient: an earlier step has left a mean in grad()
+  std::vector<bool> means_;        // by gradient: an earlier step has left a mean in grad()
+  std::vector<Version> versions_;  // by gradient
   EarlierSums sums_;
   ShownGradients shown_;
   bool marked_ = false;

@@ -83,6 +83,24 @@ TEST(DdpWeight, BEY04_refuses_wrong_weights_and_mixtures) {
   parallel.backward(loss(), 4);
 }
 
+TEST(DdpWeight, BEY04_what_a_rank_adds_to_zeroed_means_is_its_own) {
+  auto model = seeded(1);
+  DistributedDataParallel parallel(model, group());
+  for (int64_t step = 0; step < 2; ++step) {
+    parallel.backward(parallel.forward(batch(group().rank(), step)).pow(2).sum(), 4);
+    if (step == 1) break;
+    model->zero_grad(/*set_to_none=*/false);
+    for (auto& parameter : model->parameters()) parameter.mutable_grad().add_(group().rank());
+  }
+  const double added = group().size() * (group().size() - 1) / 2.0;  // by all ranks
+  auto reference = seeded(1);
+  for (int rank = 0; rank < group().size(); ++rank) {
+    (reference->forward(batch(rank, 1)).pow(2).sum() / (4 * group().size())).backward();
+  }
+  for (auto& parameter : reference->parameters()) parameter.mutable_grad().add_(added / (4 * group().size()));
+  EXPECT_LT(difference(test::gradients(*model), test::gradients(*reference)), 1e-12);
+}
+
 TEST(DdpWeight, BEY04_a_micro_batch_that_fails_has_no_weight) {
   auto model = seeded(1);
   DistributedDataParallel parallel(model, group());
