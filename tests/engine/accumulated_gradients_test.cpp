@@ -135,6 +135,7 @@ TEST(AccumulatedGradients, another_object_goes_on_from_what_is_left) {
   WithGradients with;
   with.backward(1, 3);
   with.accumulated->add_weight(7);
+  with.accumulated->note_values();
   const auto left = with.accumulated->left();
   const auto gradients = with.gradients;
   with.accumulated.reset();
@@ -147,6 +148,9 @@ TEST(AccumulatedGradients, another_object_goes_on_from_what_is_left) {
   EXPECT_EQ(next.weight(), 7);
   EXPECT_TRUE(with.grad(1).is_alias_of(buckets[0].flat()));
   EXPECT_TRUE(at::equal(with.grad(1), at::full({2}, 3.0)));
+  with.grad(1).zero_();
+  next.adopt_changes();
+  EXPECT_FALSE(next.weight());
 }
 
 TEST(AccumulatedGradients, a_mean_that_the_program_has_written_to_is_a_mean_no_more) {

@@ -268,7 +268,7 @@ void AccumulatedGradients::prepare_sums(const std::string& who, const std::funct
 }
 
 AccumulatedGradients::Left AccumulatedGradients::left() const {
-  Left left{.weight = own_.weight};
+  Left left{.weight = own_.weight, .nonzero = own_.nonzero};
   for (size_t i = 0; i < gradients_.size(); ++i) {
     left.gradients[gradients_[i].parameter.unsafeGetTensorImpl()] = {sums_.left(i), own_.used[i], means_[i],
                                                                      own_.means[i]};
@@ -278,6 +278,7 @@ AccumulatedGradients::Left AccumulatedGradients::left() const {
 
 void AccumulatedGradients::resume(const Left& left, const std::function<bool(const Bucket&)>& keeps_whole) {
   own_.weight = left.weight;
+  own_.nonzero = left.nonzero;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     const auto found = left.gradients.find(gradients_[i].parameter.unsafeGetTensorImpl());
     if (found == left.gradients.end()) continue;

@@ -96,6 +96,7 @@ class AccumulatedGradients {
     };
     std::unordered_map<const c10::TensorImpl*, Sum> gradients{};
     std::optional<double> weight{};
+    bool nonzero = false;
   };
   Left left() const;
   // keeps_whole: whether this rank keeps the whole sum of a bucket.
