@@ -93,8 +93,12 @@ TEST(AccumulatedGradients, a_backward_that_gave_zeros_has_its_weight) {
   with.backward(0, 0);
   with.accumulated->add_weight(2);
   with.accumulated->note_values();
+  with.accumulated->move_to(with.buckets->build({0, 1}));
   with.accumulated->adopt_changes();
   EXPECT_EQ(with.accumulated->weight(), 2);
+  with.grad(0).zero_();  // as on the ranks where it was not zero
+  with.accumulated->adopt_changes();
+  EXPECT_FALSE(with.accumulated->weight());
 }
 
 TEST(AccumulatedGradients, handing_over_writes_this_ranks_part_of_the_mean) {

@@ -53,8 +53,8 @@ class DataParallelCore : public Joinable {
   // Backward of a loss that is a sum over `weight` samples or tokens. Gradients become the sum divided by the total
   // weight of all ranks and all micro-batches of the step, including those under no_sync. weight >= 0 and finite; 0:
   // this rank has no samples in this step. In one step, all ranks call either only this function or only
-  // loss.backward(). It is added to what earlier steps have left in the gradients. What the program has written to
-  // these since counts as a gradient of this rank, and is divided by the weight, too.
+  // loss.backward(). It is added to what earlier steps have left in the gradients. Under DistributedDataParallel,
+  // what the program has written to these since counts as a gradient of this rank.
   void backward(const at::Tensor& loss_sum, double weight);
 
   // Scope in which backward accumulates without communication. If `accumulate` is false it has no effect, so a loop

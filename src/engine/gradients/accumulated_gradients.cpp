@@ -49,7 +49,7 @@ void AccumulatedGradients::adopt_changes() {
     means_[i] = means_[i] && defined && (own_.used[i] || !changed(i));
     if (own_.means[i].defined() && (!defined || has_zeros(i))) own_.means[i].reset();
   }
-  if (own_.weight && some && !any_left([&](size_t i) { return !zeroed[i] && !(own_.nonzero && has_zeros(i)); })) {
+  if (own_.weight && some && !any_left([&](size_t i) { return !zeroed[i] && !was_zeroed(i); })) {
     own_.weight.reset();
   }
   for (size_t i = 0; i < buckets_.size() && everywhere_ && in_buckets_; ++i) leave_what_is_kept(i);
@@ -102,6 +102,13 @@ at::Tensor AccumulatedGradients::mean(size_t gradient) const {
 void AccumulatedGradients::note_mean(size_t gradient) {
   means_[gradient] = true;
   note_version(gradient);
+}
+
+void AccumulatedGradients::note_values() {
+  own_.nonzero = any_left([this](size_t gradient) { return !has_zeros(gradient); });
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (own_.used[i]) note_version(i);
+  }
 }
 
 void AccumulatedGradients::note_version(size_t gradient) {
@@ -286,7 +293,10 @@ void AccumulatedGradients::resume(const Left& left, const std::function<bool(con
     own_.means[i] = found->second.mean;
     if (belongs_in_bucket(i)) lay_in_bucket(i);
     if (found->second.has_mean) note_mean(i);
-    if (own_.used[i]) mark(i);
+    if (own_.used[i]) {
+      note_version(i);
+      mark(i);
+    }
     sums_.resume(i, found->second.sum, keeps_whole(buckets_.of(i)));
   }
 }

@@ -61,10 +61,8 @@ class AccumulatedGradients {
   void note_local(size_t gradient);
   // Treats gradients that the caller set in grad() as accumulated by this rank's backwards.
   void note_set();
-  // After a local backward with a weight, before hide(): gradients that are zero already cannot be zeroed by the caller.
-  void note_values() {
-    own_.nonzero = any_left([this](size_t gradient) { return !has_zeros(gradient); });
-  }
+  // After a local backward with a weight, before hide(): a backward may give zeros, which the caller has not written.
+  void note_values();
   // After a local backward: replaces this rank's own gradients in grad() by stand-ins (EarlierSums::hide).
   void hide();
   // Writes this rank's contribution to the mean, its gradient times `scale` (zeros if it has none), to the gradient's
@@ -126,6 +124,8 @@ class AccumulatedGradients {
   bool belongs_in_bucket(size_t gradient) const {
     return gradients_[gradient].reduce_dtype ? own_.used[gradient] : in_buckets_;
   }
+  // Whether the caller has zeroed what local backwards with a weight gave. Autograd does not count what is written to data().
+  bool was_zeroed(size_t gradient) const { return (own_.nonzero || changed(gradient)) && has_zeros(gradient); }
   void lay_in_bucket(size_t gradient);
   void leave_what_is_kept(size_t bucket);
   // Whether the program has written to grad(), or replaced it, since note_version().

@@ -83,6 +83,18 @@ TEST(DdpWeight, BEY04_refuses_wrong_weights_and_mixtures) {
   parallel.backward(loss(), 4);
 }
 
+TEST(DdpWeight, BEY04_a_zeroed_micro_batch_that_gave_zeros_on_a_rank_has_no_weight) {
+  auto model = std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(2, 1).bias(false));
+  DistributedDataParallel parallel(model, group());
+  {
+    const auto local = parallel.no_sync();
+    parallel.backward(parallel.forward(at::full({2, 2}, 1.0 * group().rank())).sum(), 2);
+  }
+  model->zero_grad(/*set_to_none=*/false);
+  parallel.backward(parallel.forward(at::ones({2, 2})).sum(), 2);
+  EXPECT_LT(difference({model->weight.grad()}, {at::ones({1, 2})}), 1e-6);
+}
+
 TEST(DdpWeight, BEY04_what_a_rank_adds_to_zeroed_means_is_its_own) {
   auto model = seeded(1);
   DistributedDataParallel parallel(model, group());
