@@ -4,7 +4,6 @@
 
 #include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/reducers.h"
-#include "engine/gradients/local_gradients.h"
 
 namespace shoal {
 
@@ -32,11 +31,7 @@ CarriedStates ShardedSource::carried() {
 void ShardedSource::begin_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   on_all_ranks(group(), "checkpoint", [&] {
-    for (const auto* reducer : reducers()) {
-      for (const auto& gradient : reducer->gradients()) {
-        require_no_local_gradient(gradient.parameter, "a load", gradient.name);
-      }
-    }
+    for (auto* reducer : reducers()) reducer->require_none_local("a load");
   });
   for (const auto& module : state_.modules) {
     module->wait_all();

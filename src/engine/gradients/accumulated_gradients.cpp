@@ -251,6 +251,12 @@ at::Tensor AccumulatedGradients::local(size_t gradient) {
   return view;
 }
 
+void AccumulatedGradients::require_none_local(const std::string& who) const {
+  for (size_t i = 0; i < gradients_.size() && marked_; ++i) {
+    require_no_local_gradient(gradients_[i].parameter, who, gradients_[i].name);
+  }
+}
+
 void AccumulatedGradients::prepare_sums(const std::string& who, const std::function<void()>& before_writing) {
   if (sums_.holds_any()) {
     throw UsageError(
@@ -258,9 +264,7 @@ void AccumulatedGradients::prepare_sums(const std::string& who, const std::funct
         "backward outside defer_all_reduce(), or drop them with zero_grad()");
   }
   sums_.require_usable();
-  for (size_t i = 0; i < gradients_.size() && marked_; ++i) {
-    require_no_local_gradient(gradients_[i].parameter, who, gradients_[i].name);
-  }
+  require_none_local(who);
   if (sums_.unsettled()) {
     before_writing();
     sums_.put_back();

@@ -83,6 +83,8 @@ class AccumulatedGradients {
 
   // Checks that sums are complete and usable, and adopts gradients that the caller set; see Reducer::prepare_sums.
   void prepare_sums(const std::string& who, const std::function<void()>& before_writing);
+  // UsageError if a gradient is this rank's own.
+  void require_none_local(const std::string& who) const;
 
   // State for a reducer that replaces this one's, by parameter.
   struct Left {

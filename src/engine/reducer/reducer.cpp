@@ -107,6 +107,13 @@ void Reducer::prepare_sums(const std::string& who) {
   accumulated_.prepare_sums(who, callbacks.before_writing);
 }
 
+void Reducer::require_none_local(const std::string& who) {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  adopt_changes();
+  accumulated_.require_none_local(who);
+}
+
 void Reducer::begin_backward() {
   check_last_step();
   callbacks.before_backward();

@@ -104,6 +104,8 @@ class Reducer : private BackwardListener {
   // takes a gradient that the caller set as the sum. UsageError, naming `who`, for gradients that ranks have not
   // summed.
   void prepare_sums(const std::string& who);
+  // UsageError if micro-batches have left gradients that no reduction has had yet.
+  void require_none_local(const std::string& who);
   // Whether a sum exists, after prepare_sums(). False: no rank used the gradient, or it was dropped.
   bool has_sum(size_t gradient) const { return accumulated_.sums().has_part(gradient); }
   // See EarlierSums.

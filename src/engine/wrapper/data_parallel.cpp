@@ -175,6 +175,25 @@ void DataParallelCore::State::refresh_reducer() {
   reducer->resume(left);
 }
 
+void DataParallelCore::State::note_apart() {
+  for (size_t i = 0; i < tensors.parameters.size(); ++i) {
+    if (watch.trainable_changed(i) && tensors.parameters[i].tensor.requires_grad()) apart.insert(i);
+  }
+}
+
+// One that is trainable now gets into the reducer with what its grad() has.
+void DataParallelCore::State::require_none_apart() {
+  for (const auto i : apart) {
+    const auto& parameter = tensors.parameters[i].tensor;
+    if (parameter.requires_grad() || !parameter.grad().defined()) continue;
+    throw UsageError(fmt::format(
+        "parameter {} was unfrozen for micro-batches under no_sync only, and ranks do not average what these gave: "
+        "freeze it after the last micro-batch's forward, or drop its gradient",
+        tensors.parameters[i].name));
+  }
+  apart.clear();
+}
+
 void DataParallelCore::before_backward(std::function<void()> listener) {
   state_->before_backward = std::move(listener);
 }
@@ -203,6 +222,7 @@ DataParallelCore::~DataParallelCore() {
 void DataParallelCore::adopt_changes(bool training) {
   auto& state = *state_;
   const bool reduced = state.left_over && *state.left_over < state.reducer->step();
+  if (training && state.remake_reducer) state.no_sync_depth > 0 ? state.note_apart() : state.require_none_apart();
   if (!training || state.no_sync_depth > 0 || !(reduced || state.watch.changed())) return;
   // All parameters may be frozen for a while, such as a GAN's critic in the generator's step. There is nothing to
   // reduce then, and the reducer keeps its state.

@@ -26,6 +26,8 @@ struct DataParallelCore::State {
   std::function<void(const std::shared_ptr<GradientConsumer>&, const std::vector<NamedTensor>& frozen)>
       remake_reducer{};
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
+  std::set<size_t>
+      apart{};  // parameters that the reducer does not have, and that were trainable in a forward under no_sync
   std::shared_ptr<GradientConsumer> consumer{};  // of the present reducer
   std::function<void()> before_backward{};       // see ReducerCallbacks; empty: nothing
   std::optional<double> share{};                 // see ReducerCallbacks
@@ -40,6 +42,9 @@ struct DataParallelCore::State {
   // Creates the reducer, or replaces it.
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
                     std::unique_ptr<GradientReduction> reduction);
+  // For a strategy that replaces its reducer. UsageError for a parameter that was unfrozen for micro-batches only.
+  void note_apart();
+  void require_none_apart();
   // Replaces the reducer after parameters were frozen, unfrozen or converted. Collective.
   void refresh_reducer();
 };

@@ -340,7 +340,7 @@ TEST_P(ReplacedTensors, BEY04_a_parameter_frozen_between_micro_batches_has_what_
         (mean_loss(one.net->forward(batch(rank, number))) / group().size() / (weighted ? micros : 1)).backward();
       }
     };
-    for (int64_t step = 0; step < 4; ++step) {
+    for (int64_t step = 0; step < 3; ++step) {
       training.optimizer().zero_grad();
       training.zero_grad();
       one.optimizer.zero_grad();

@@ -2,6 +2,7 @@
 #include "engine/reducer/step_trailer.h"
 #include "shoal/ddp.h"
 
+#include <gmock/gmock.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
@@ -121,6 +122,28 @@ TEST(DdpOptions, DDP15_a_parameter_frozen_between_micro_batches_may_be_dropped) 
   backward_locally(2);
   backward(3);
   EXPECT_FALSE(model->second->weight.grad().defined());
+}
+
+TEST(DdpOptions, DDP15_a_parameter_that_is_trained_under_no_sync_alone_is_refused) {
+  auto model = seeded(1);
+  DistributedDataParallel parallel(model, group());
+  const auto backward = [&](int64_t number) { mean_loss(parallel.forward(batch(group().rank(), number))).backward(); };
+  auto& weight = model->second->weight;
+  weight.requires_grad_(false);
+  backward(0);
+  weight.requires_grad_(true);
+  {
+    const auto local = parallel.no_sync();
+    backward(1);
+  }
+  weight.requires_grad_(false);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT(test::refusal([&] { backward(2); }),
+                testing::HasSubstr("parameter second.weight was unfrozen for micro-batches"));
+  }
+  weight.mutable_grad().reset();
+  backward(2);
+  EXPECT_FALSE(weight.grad().defined());
 }
 
 struct PartlyUsedImpl : torch::nn::Module {
