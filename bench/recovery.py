@@ -97,13 +97,15 @@ def kill_once(options, job, rank, random_source):
             os.kill(ranks_of(run.pid, folder)[rank], signal.SIGKILL)
             killed = time.monotonic()
             recovered = None
-            while len(steps_after_change(metrics, options.ranks, before)) < 1 + options.after:
+            while True:
+                steps = steps_after_change(metrics, options.ranks, before)
+                if recovered is None and steps:
+                    recovered = time.monotonic() - killed
+                if len(steps) > options.after:
+                    return recovered, statistics.median(step["step_ms"] for step in steps[1:]) / 1e3
                 if run.poll() is not None or time.monotonic() - killed > 120:
                     raise SystemExit(f"{job.__name__}: the training did not go on")
-                if recovered is None and steps_after_change(metrics, options.ranks, before):
-                    recovered = time.monotonic() - killed
                 time.sleep(0.002)
-            return recovered, statistics.median(step["step_ms"] for step in steps_after_change(metrics, options.ranks, before)[1:]) / 1e3
         finally:
             run.send_signal(signal.SIGINT)
             run.wait(60)

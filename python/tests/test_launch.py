@@ -93,7 +93,7 @@ def test_ELA10_a_rank_of_an_elastic_job_that_ends_before_it_appears_is_named_by_
         "import torch.distributed as dist, shoal\n"
         "dist.init_process_group('shoal', init_method=sys.argv[1])\n"
     )
-    said = run_forked("-m", "shoal", "launch", "-n", 3, "--elastic", 1, "--", sys.executable, path, method, code=1)
+    said = run_forked("-m", "shoal", "launch", "-n", 3, "--elastic", 1, "--", sys.executable, path, method, code=137)
     assert said.count("rank 1 has ended, as its launcher says, before it appeared") >= 2
 
 
