@@ -176,8 +176,13 @@ void DataParallelCore::State::refresh_reducer() {
 }
 
 void DataParallelCore::State::note_apart() {
+  const auto& reduced = reducer->gradients();
   for (size_t i = 0; i < tensors.parameters.size(); ++i) {
-    if (watch.trainable_changed(i) && tensors.parameters[i].tensor.requires_grad()) apart.insert(i);
+    const auto& parameter = tensors.parameters[i].tensor;
+    if (!watch.trainable_changed(i) || !parameter.requires_grad()) continue;
+    const bool known = std::any_of(reduced.begin(), reduced.end(),
+                                   [&](const auto& gradient) { return gradient.parameter.is_same(parameter); });
+    if (!known) apart.insert(i);
   }
 }
 
