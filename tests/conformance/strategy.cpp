@@ -402,7 +402,7 @@ const Exceptions& of_local_sgd() {
 
 const Exceptions& of_diloco() {
   static const Exceptions list =
-      of_local_updates() + all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2});
+      of_local_updates() + all({"load_of_rank_0_alone"}, {Exception::refused, {"that were loaded or written"}, 2});
   return list;
 }
 
