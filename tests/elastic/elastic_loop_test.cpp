@@ -551,7 +551,8 @@ TEST(ElasticLoop, ELA02_ELA03_a_rank_that_alone_does_not_update_leaves_and_the_o
       const auto usual = [&] { optimizer.step(); };
       if (!elastic.step(2, compute, usual)) return "the first step was not complete";
       if (differs) {
-        const auto* text = changes ? "gradients were changed in the second function" : "did not update, as it did on another rank";
+        const auto* text =
+            changes ? "gradients were changed in the second function" : "did not update, as it did on another rank";
         auto faults = fault_of_refusal(text, [&] { elastic.step(2, compute, update); });
         faults += fault_of_refusal("it has left the job", [&] { elastic.step(2, compute, usual); });
         return faults + "has left";

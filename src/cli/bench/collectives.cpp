@@ -215,10 +215,7 @@ std::map<std::string, std::vector<std::string>> known_collective_values() {
   for (const auto& [name, type] : known_dtypes()) types.push_back(name);
   auto transports = transport_names();
   std::erase(transports, "auto");
-  return {{"--ops", known_ops()},
-          {"--dtypes", types},
-          {"--transports", transports},
-          {"--buffers", known_buffers()}};
+  return {{"--ops", known_ops()}, {"--dtypes", types}, {"--transports", transports}, {"--buffers", known_buffers()}};
 }
 
 void CollectiveOptions::validate() const {
