@@ -84,7 +84,8 @@ class Loads:
         for parameter in module.parameters(recurse=False):
             key = id(parameter)
             if key in self._parameters:
-                self._last[key] = self._digest(key)
+                if key not in self._last:  # a tied one is loaded under each of its names
+                    self._last[key] = self._digest(key)
                 self._first.setdefault(key, self._last[key])
 
     def _end(self, module: torch.nn.Module, *rest: Any) -> None:

@@ -115,6 +115,31 @@ def test_PY05_a_load_on_all_ranks_is_compared_after_an_evaluation_of_one_rank():
     on_ranks(trains)
 
 
+def test_PY05_averages_of_a_model_with_tied_weights_alone_are_swapped_in_and_out():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.there, self.back = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+            self.back.weight = self.there.weight
+
+        def forward(self, x):
+            return self.back(self.there(x))
+
+    def trains(rank):
+        model = shoal.nn.DistributedDataParallel(Tied())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            if rank == 0:
+                own = copy.deepcopy(model.module.state_dict())
+                model.module.load_state_dict({name: value / 2 for name, value in own.items()})
+                model.module.load_state_dict(own)
+        model(torch.ones(2, 3)).sum().backward()
+
+    on_ranks(trains)
+
+
 def test_PY05_values_of_one_rank_may_be_loaded_on_all():
     def trains(rank):
         model = shoal.nn.DistributedDataParallel(torch.nn.Linear(4, 1))

@@ -124,9 +124,8 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
   if (parts->misses_update()) {
     fail();
     throw UsageError(
-        "Elastic: the second function of step() did not update, as it did on another rank: it left step() of the "
-        "optimizer "
-        "out, or caught its error; this rank has left the job");
+        "Elastic: the second function of step() did not update, as it did on another rank: it left "
+        "optimizer.step() out, or caught its error; this rank has left the job");
   }
   parts->check_update();
   in_step = false;

@@ -91,8 +91,7 @@ const std::shared_ptr<WorldCell>& fresh_cell(const World& world) {
   if (cell->state->watch) {
     throw UsageError(
         "this world has an Elastic already, or has had one: put several models into one module with one wrapper and "
-        "one "
-        "optimizer; for a later training, while no rank has ended, make another world (shoal::init; in Python "
+        "one optimizer; for a later training, while no rank has ended, make another world (shoal::init; in Python "
         "init_process_group() after destroy_process_group())");
   }
   if (!cell->state->memory) {
