@@ -35,12 +35,15 @@ struct ElasticChange {
   bool finished_step = false;  // the step in which a rank died was finished by those that are left; false: it is done
                                // again, or nobody was in a step
   double seconds = 0;  // from this rank's notice of the death, or the admission's begin, until the ranks can go on
+  // Who does now what the lost ranks did: "the others update its share of the parameters: rank 0 updates 1621 elements, and
+  // updated 811". Empty: none was lost.
+  std::string taken_over{};
 
-  // "rank 1 (2 at the start) has ended; 3 ranks go on after step 17, which was finished, 12 ms later"
+  // "rank 1 (2 at the start) has ended; 3 ranks go on after step 17, which was finished, 12 ms later; the others ..."
   std::string text() const;
   // The same as a line of a metrics file, which `shoal report` and `shoal top` read: {"step": 17, "event": text(),
-  // "generation": 2, "lost": [2], "joined": [], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1}; `lost` and `joined`
-  // by the launcher's numbers.
+  // "generation": 2, "lost": [2], "joined": [], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1, "taken_over": "the
+  // others ..."}; `lost` and `joined` by the launcher's numbers.
   std::string metrics_line() const;
 };
 

@@ -152,6 +152,9 @@ class ElasticChange:
     @property
     def seconds(self) -> float:
         """From the notice of the death until the ranks can go on."""
+    @property
+    def taken_over(self) -> str:
+        """Who does now what the lost ranks did, in words."""
 
 class ElasticTrainer:
     @overload

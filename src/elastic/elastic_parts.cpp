@@ -93,6 +93,10 @@ class WithFSDP : public Wrapped {
   }
   std::vector<at::Tensor> frozen_copies() const override { return parallel_.frozen_copies(); }
   bool takes_shares() const override { return !averages_; }
+  std::string in_place_of_lost() const override {
+    return averages_ ? "other ranks of its host, if any are left, update its share of the host's own parameters"
+                     : Wrapped::in_place_of_lost();
+  }
   std::string why_closed() const override {
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }
@@ -217,6 +221,21 @@ void ElasticParts::visit_state(
 void ElasticParts::take_state(const OptimizerState& whole) const {
   sharded_ != nullptr ? sharded_->take_state(module(), whole)
                       : load_optimizer_state(optimizer(), module(), whole, StateDtypes::kept);
+}
+
+int64_t ElasticParts::updated_elements() const {
+  const auto& updating = sharded_ != nullptr ? sharded_->local_optimizer() : optimizer();
+  int64_t elements = 0;
+  for (const auto& group : updating.param_groups()) {
+    for (const auto& values : group.params()) elements += values.numel();
+  }
+  return elements;
+}
+
+std::string ElasticParts::in_place_of_lost() const {
+  if (sharded_ == nullptr) return "every rank has all parameters and their state";
+  return has_replicas() ? "other ranks of its host update its share of the parameters, which other hosts have, too"
+                        : "the others update its share of the parameters";
 }
 
 std::vector<std::string> ElasticParts::description() const {

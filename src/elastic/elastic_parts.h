@@ -94,6 +94,10 @@ class ElasticParts {
   virtual void visit_state(const std::function<void(const std::string& name, const NamedState& state)>& visit) const;
   // In a process that comes to the job: takes all of that. UsageError for state that does not fit.
   virtual void take_state(const OptimizerState& whole) const;
+  // Elements that this rank's optimizer updates.
+  int64_t updated_elements() const;
+  // Who has what a rank had that is lost, in words.
+  virtual std::string in_place_of_lost() const;
   // Before processes are admitted, between two steps. Collective over the members.
   virtual void prepare_admission() {}
   // Gives newcomers among the group's ranks what is neither one rank's nor equal on all. Collective.

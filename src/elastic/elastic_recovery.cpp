@@ -46,6 +46,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   const auto former = world.group();
   const auto members = generations->members();
   const auto done_before = done;
+  const auto updated_before = parts->updated_elements();
   const bool comes = generations->is_newcomer();
   asked = false;
   int late = 0;
@@ -100,6 +101,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
     change.lost.push_back(static_cast<int>(rank));
     change.lost_first.push_back(members[rank]);
   }
+  if (!change.lost.empty()) change.taken_over = taken_over(*parts, batch, world, updated_before);
   std::set_difference(left.begin(), left.end(), members.begin(), members.end(), std::back_inserter(change.joined));
   // A rank was late, and has come after all.
   if (longest_wait.count() > 0 && left == members && !with_newcomers && !generations->has_trial()) {

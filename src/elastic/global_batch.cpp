@@ -62,10 +62,6 @@ void GlobalBatch::begin() {
   seed_ = static_cast<uint64_t>(seed.item<int64_t>());
 }
 
-int64_t GlobalBatch::own_shares() const {
-  return (shares() - world_.rank() + world_.size() - 1) / world_.size();
-}
-
 int64_t GlobalBatch::own_size() const {
   if (size_ > 0) return size_ / first_shares_ * own_shares();
   throw UsageError("Elastic: batch_size() is for keep_global_batch: set that option, or use the loader's own size");

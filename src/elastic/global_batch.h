@@ -32,7 +32,8 @@ class GlobalBatch {
 
   // Shares of all ranks, and of this one.
   int64_t shares() const { return size_ > 0 ? first_shares_ : world_.size(); }
-  int64_t own_shares() const;
+  int64_t own_shares() const { return shares_of(world_.rank()); }
+  int64_t shares_of(int rank) const { return (shares() - rank + world_.size() - 1) / world_.size(); }
   // This rank's samples in a step; UsageError without a size.
   int64_t own_size() const;
 

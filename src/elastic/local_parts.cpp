@@ -44,6 +44,9 @@ class LocalParts : public ElasticParts {
   ModuleTensors tensors() const override { return updates_.tensors; }
   void set_share(std::optional<double> /*share*/) override {}
   bool takes_shares() const override { return false; }
+  std::string in_place_of_lost() const override {
+    return "what it has trained since its last exchange is lost, and the others have the rest";
+  }
 
   LoggingData logging_data() const override {
     LoggingData::Settings settings;

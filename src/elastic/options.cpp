@@ -21,15 +21,16 @@ std::string ElasticChange::text() const {
                                   joined.size() == 1 ? "has" : "have", fmt::join(joined, ", "));
     who = lost.empty() ? come : who + ", " + come;
   }
-  return fmt::format("{}; {} rank{} go{} on after step {}{}, {:.0f} ms later", who, ranks, ranks == 1 ? "" : "s",
-                     ranks == 1 ? "es" : "", step, finished_step ? ", which was finished" : "", seconds * 1e3);
+  return fmt::format("{}; {} rank{} go{} on after step {}{}, {:.0f} ms later{}{}", who, ranks, ranks == 1 ? "" : "s",
+                     ranks == 1 ? "es" : "", step, finished_step ? ", which was finished" : "", seconds * 1e3,
+                     taken_over.empty() ? "" : "; ", taken_over);
 }
 
 std::string ElasticChange::metrics_line() const {
   return fmt::format(
-      R"({{"step":{},"event":"{}","generation":{},"lost":[{}],"joined":[{}],"ranks":{},"finished_step":{},"recovery_ms":{:.3f}}})",
+      R"({{"step":{},"event":"{}","generation":{},"lost":[{}],"joined":[{}],"ranks":{},"finished_step":{},"recovery_ms":{:.3f},"taken_over":"{}"}})",
       step, text(), generation, fmt::join(lost_first, ","), fmt::join(joined, ","), ranks, finished_step ? 1 : 0,
-      seconds * 1e3);
+      seconds * 1e3, taken_over);
 }
 
 void ElasticOptions::validate(int ranks) const {

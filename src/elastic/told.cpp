@@ -1,6 +1,7 @@
 #include "elastic/told.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cstdio>
 #include <fstream>
@@ -8,6 +9,20 @@
 #include "comm/group/group_state.h"
 
 namespace shoal {
+
+std::string taken_over(const ElasticParts& parts, const GlobalBatch& batch, const World& world,
+                       int64_t updated_before) {
+  auto text = parts.in_place_of_lost();
+  if (parts.sharded()) {
+    text += fmt::format(": rank {} updates {} elements, and updated {}", world.rank(), parts.updated_elements(),
+                        updated_before);
+  }
+  if (batch.size() == 0) return text;
+  std::vector<int64_t> shares;
+  for (int rank = 0; rank < world.size(); ++rank) shares.push_back(batch.shares_of(rank));
+  return text +
+         fmt::format("; of {} shares of the batch, the ranks compute {}", batch.shares(), fmt::join(shares, ", "));
+}
 
 void tell(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former) {
   note(former, change.text());

@@ -1,7 +1,10 @@
 // What is left of a training after a rank has ended, and after the elastic job: checkpoints, plain steps, whole parameters.
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
+
+#include <random>
 
 #include "shoal/checkpoint.h"
 #include "tests/elastic/elastic_run.h"
@@ -50,8 +53,23 @@ struct Model {
   test::Wrapped wrapped;
 };
 
-// Rank 1 ends in step 3 of 5. The checkpoint of step 5 goes on as the training itself does after Elastic.
-std::string train(const World& world, const Trained& trained, const std::filesystem::path& folder) {
+// From here on, this process is killed when it writes behind these bytes of a file.
+void end_when_writing(rlim_t bytes) {
+  std::signal(SIGXFSZ, [](int) { kill(getpid(), SIGKILL); });
+  const rlimit limit{bytes, RLIM_INFINITY};
+  setrlimit(RLIMIT_FSIZE, &limit);
+}
+
+// A rank that ends in the save, and not in a step.
+struct EndInSave {
+  std::function<void()> before = [] {};                 // called before each attempt to save
+  std::function<bool()> is_over = [] { return true; };  // after which the elastic job ends
+};
+
+// Rank 1 ends in step 3 of 5, if none ends in the save. The checkpoint of step 5 goes on as the training itself does after
+// Elastic.
+std::string train(const World& world, const Trained& trained, const std::filesystem::path& folder,
+                  const std::optional<EndInSave>& end = std::nullopt) {
   alarm(60);
   const Model model(trained, world.group(), 1);
   auto training = model.training();
@@ -61,13 +79,19 @@ std::string train(const World& world, const Trained& trained, const std::filesys
     while (elastic->steps() < 5) {
       const auto step = elastic->steps();
       const auto compute = [&] {
-        if (self == 1 && step == 3) std::raise(SIGKILL);
+        if (self == 1 && step == 3 && !end) std::raise(SIGKILL);
         model.backward(step, world.rank());
       };
       if (!elastic->step(2, compute, [&] { model.wrapped.step(); })) continue;
       model.wrapped.optimizer->zero_grad();
     }
-    elastic->together([&] { save(folder, training, {.step = 5}); });
+    elastic->together([&] {
+      if (end) end->before();
+      save(folder, training, {.step = 5});
+    });
+    const auto is_over = [&] { return world.all_reduce(!end || end->is_over() ? 1 : 0, ReduceOp::min) == 1; };
+    while (!elastic->together(is_over)) {
+    }
   }
   const auto plain = model.train(5, 8, world.rank());
   const Model loaded(trained, world.group(), 2);
@@ -102,6 +126,62 @@ TEST(ElasticEnd, ELA02_checkpoints_and_plain_steps_after_the_loss_of_a_rank) {
         EXPECT_EQ(ended[rank].text.find("same "), 0U) << ended[rank].text;
         EXPECT_EQ(ended[rank].text, ended[0].text);
       }
+    }
+  }
+}
+
+// All ranks write a sharded checkpoint, and rank 0 that of DDP.
+TEST(ElasticEnd, ELA01_ELA02_a_rank_ends_while_it_writes_a_checkpoint) {
+  for (const auto& trained : {Trained(), Trained{Sharding::zero1}, Trained{Sharding::zero2},
+                              Trained{Sharding::megatron}, Trained{Sharding::fsdp}}) {
+    for (const rlim_t bytes : {0, 1500}) {
+      SCOPED_TRACE(fmt::format("{}, {} bytes", name_of(trained), bytes));
+      const int victim = trained.sharding == Sharding::none || bytes == 0 ? 0 : 2;
+      const test::TempFolder folder;
+      const auto ended = test::run_ranks(3, [&](const World& world) {
+        const bool ends = world.rank() == victim;
+        const auto before = [&] {
+          if (ends) end_when_writing(bytes);
+        };
+        return train(world, trained, folder.path(), EndInSave{.before = before});
+      });
+      for (int rank = 0; rank < 3; ++rank) {
+        if (rank == victim) {
+          EXPECT_TRUE(WIFSIGNALED(ended[rank].status)) << ended[rank].text;
+          continue;
+        }
+        EXPECT_TRUE(WIFEXITED(ended[rank].status)) << WTERMSIG(ended[rank].status);
+        EXPECT_EQ(ended[rank].text.find("same "), 0U) << ended[rank].text;
+        EXPECT_EQ(ended[rank].text, ended[victim == 0 ? 1 : 0].text);
+      }
+    }
+  }
+}
+
+// By the clock, once the first file of the checkpoint is there.
+TEST(ElasticEnd, ELA01_ELA02_ranks_end_at_random_moments_of_a_save) {
+  std::mt19937 random(static_cast<unsigned>(test::number_of("SHOAL_SEED", 1)));
+  const std::vector<Trained> all{Trained(), Trained{Sharding::zero2}, Trained{Sharding::fsdp}};
+  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 12); ++trial) {
+    const int victim = static_cast<int>(random() % 3);
+    const auto pause = static_cast<useconds_t>(random() % 4000);
+    const auto& trained = all[static_cast<size_t>(trial) % all.size()];
+    SCOPED_TRACE(fmt::format("trial {}: {}, rank {} after {} us", trial, name_of(trained), victim, pause));
+    const test::TempFolder folder;
+    const test::InSharedMemory<std::atomic<bool>> killed;
+    const EndInSave end{.is_over = [&] { return killed->load(); }};
+    const auto ended = test::run_ranks(
+        3, [&](const World& world) { return train(world, trained, folder.path(), end); },
+        [&](const std::vector<pid_t>& pids) {
+          for (int i = 0; i < 200'000 && std::filesystem::is_empty(folder.path()); ++i) usleep(100);
+          usleep(pause);
+          kill(pids[victim], SIGKILL);
+          killed->store(true);
+        });
+    for (int rank = 0; rank < 3; ++rank) {
+      if (rank == victim && WIFSIGNALED(ended[rank].status)) continue;
+      EXPECT_TRUE(WIFEXITED(ended[rank].status)) << WTERMSIG(ended[rank].status);
+      EXPECT_EQ(ended[rank].text.find("same "), 0U) << ended[rank].text;
     }
   }
 }

@@ -54,6 +54,9 @@ TEST(ElasticTold, ELA11_metrics_report_top_and_flight_recorder_tell_who_died_and
       EXPECT_GT(events[i]["recovery_ms"].get<double>(), 0);
       EXPECT_LT(events[i]["recovery_ms"].get<double>(), 30'000);
     }
+    for (const auto& event : events) {
+      EXPECT_NE(event["event"].get<std::string>().find(" ms later; every rank has all parameters"), std::string::npos);
+    }
     EXPECT_EQ(events[0]["event"].get<std::string>().find("rank 0 has ended; 2 ranks go on after step 2"), 0U);
     EXPECT_EQ(
         events[1]["event"].get<std::string>().find("rank 1 (2 at the start) has ended; 1 rank goes on after step 5"),
@@ -85,6 +88,27 @@ TEST(ElasticTold, ELA11_metrics_report_top_and_flight_recorder_tell_who_died_and
 
   const auto flight = test::run({SHOAL, "flight", folder.path()}, 60);
   EXPECT_NE(flight.output.find("rank 0 has ended; 2 ranks go on"), std::string::npos) << flight.output;
+}
+
+// The 745 elements of the net are divided among 3 ranks, and then among 2.
+TEST(ElasticTold, ELA11_it_says_who_updates_the_share_of_a_rank_that_has_ended) {
+  const test::TempFolder folder;
+  const auto metrics = folder.file("metrics.jsonl");
+  const test::SharedRecord record;
+  const auto ended = test::run_ranks(3, [&](const World& world) {
+    return test::train(world, *record, 1, {{1, test::Moment::in_backward, 3}}, {.metrics = metrics},
+                       {test::Sharding::fsdp, "adamw"});
+  });
+  EXPECT_EQ(ended[0].text, "");
+  const auto event = json::parse(text_of(metrics));
+  const auto text = event["taken_over"].get<std::string>();
+  int now = 0;
+  int before = 0;
+  const auto* form = "the others update its share of the parameters: rank 0 updates %d elements, and updated %d";
+  ASSERT_EQ(std::sscanf(text.c_str(), form, &now, &before), 2) << text;
+  EXPECT_NEAR(now, 745 / 2, 16) << "shares end where cache lines do";
+  EXPECT_NEAR(before, 745 / 3, 16);
+  EXPECT_NE(event["event"].get<std::string>().find(" ms later; " + text), std::string::npos);
 }
 
 }  // namespace

@@ -258,6 +258,7 @@ void bind_elastic(py::module_& module) {
       .def_readonly("finished_step", &ElasticChange::finished_step,
                     "Whether the step in which a rank died was finished by the others.")
       .def_readonly("seconds", &ElasticChange::seconds, "From the notice of the death until the ranks can go on.")
+      .def_readonly("taken_over", &ElasticChange::taken_over, "Who does now what the lost ranks did, in words.")
       .def("__str__", &ElasticChange::text);
   using Trainer = ElasticTrainer;
   py::class_<Trainer>(module, "ElasticTrainer")

@@ -212,6 +212,13 @@ std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result)
   return step.loss;
 }
 
+// The mean over all samples of the step. Within the step, because the loss of a rank that ends later is lost with it.
+void Trainer::average_loss(int64_t number, int64_t samples, MeasuredStep& step) const {
+  const auto own = static_cast<double>(samples);
+  const auto sums = group_.all_reduce({step.loss * own, own}, ReduceOp::sum, {number, -1, "loss"});
+  step.loss = sums[0] / sums[1];
+}
+
 bool Trainer::step_of_micros(int64_t number, MeasuredStep& step, const std::function<void()>& update) {
   std::vector<data::Batch> batches;
   int64_t samples = 0;
@@ -225,6 +232,7 @@ bool Trainer::step_of_micros(int64_t number, MeasuredStep& step, const std::func
       const auto& batch = batches[static_cast<size_t>(micro)];
       return elastic_loss(number, batch.data, batch.target);
     });
+    average_loss(number, samples, step);
   };
   return elastic_->step(samples, compute, update);
 }
@@ -241,7 +249,8 @@ bool Trainer::step_of_shares(int64_t number, MeasuredStep& step, const std::func
     step.wait_ms += share.wait_ms;
     step.bytes += share.bytes;
   };
-  return elastic_->step(samples, compute, update);
+  return elastic_->step(
+      samples, compute, [&] { average_loss(number, samples, step); }, update);
 }
 
 at::Tensor Trainer::elastic_loss(int64_t number, const at::Tensor& data, const at::Tensor& target) {

@@ -220,9 +220,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   Json report;
   report["config"] = config(options, world);
   report["versions"] = {{"shoal", SHOAL_VERSION}, {"libtorch", TORCH_VERSION}};
-  auto loss = result.loss;
-  for (size_t i = 0; i < loss.size(); ++i) loss[i] *= result.weight[i];
-  report["loss"] = steps_of_ranks.mean(loss);
+  report["loss"] = steps_of_ranks.mean(result.loss);
   report["lr"] = steps_of_ranks.most(result.lr);
   report["params"] = digests(model.named_parameters());
   report["buffers"] = digests(model.named_buffers());

@@ -320,8 +320,6 @@ bool Trainer::train_step(Loop& loop, TrainResult& result) {
   result.counted.push_back(process_counters() - before_step);
   const auto own = options_.keep_global_batch ? elastic_->batch_size() : options_.batch * options_.accumulate;
   result.samples += own;
-  const auto share = static_cast<double>(own * group_.size()) / static_cast<double>(global_batch());
-  result.weight.push_back(options_.keep_global_batch ? share : 1);
   result.all_samples += options_.keep_global_batch ? global_batch() : own * group_.size();
   take_over(loop);
   if (loop.metrics.wanted()) loop.metrics.write(metrics_of(loop, result));

@@ -28,8 +28,7 @@ namespace shoal::cli {
 extern volatile std::sig_atomic_t interrupted;
 
 struct TrainResult {
-  std::vector<double> loss;       // of this rank: mean over micro-batches, per step
-  std::vector<double> weight;     // of `loss` in the mean over ranks, per step; 1 where ranks have equally many samples
+  std::vector<double> loss;       // mean over this rank's micro-batches, per step; elastic: over those of all ranks
   std::vector<double> lr;         // of the first param group, per step
   std::vector<double> step_ms;    // of this rank
   std::vector<double> wait_ms;    // part of step_ms spent waiting for communication
@@ -96,6 +95,7 @@ class Trainer {
   bool step_of_micros(int64_t number, MeasuredStep& step, const std::function<void()>& update);
   // With keep_global_batch: each share is one of the micro-batches.
   bool step_of_shares(int64_t number, MeasuredStep& step, const std::function<void()>& update);
+  void average_loss(int64_t number, int64_t samples, MeasuredStep& step) const;
   at::Tensor elastic_loss(int64_t number, const at::Tensor& data, const at::Tensor& target);
   int64_t shares() const;
   void keep_batch();

@@ -225,13 +225,25 @@ TEST_F(ElasticTrain, ELA01_an_epoch_with_fewer_batches_than_a_step_has_micro_bat
   EXPECT_EQ(read(file("report.json"))["loss"].size(), 2U);
 }
 
-// Losses on the test data after each epoch are those of a run in which nobody is killed.
-void expect_losses_as_alone(const nlohmann::json& report, const nlohmann::json& alone) {
+// Losses of all steps, in the report and the metrics, and on the test data after each epoch are those of a run in which
+// nobody is killed.
+void expect_losses_as_alone(const nlohmann::json& report, const std::vector<nlohmann::json>& metrics,
+                            const nlohmann::json& alone) {
+  ASSERT_EQ(report["loss"].size(), alone["loss"].size());
+  for (size_t step = 0; step < alone["loss"].size(); ++step) {
+    const auto loss = alone["loss"][step].get<double>();
+    EXPECT_NEAR(report["loss"][step].get<double>() / loss, 1, 1e-12) << step;
+  }
+  std::map<size_t, double> told;
+  for (const auto& line : metrics) {
+    if (line.contains("loss")) told[line["step"].get<size_t>()] = line["loss"].get<double>();
+  }
+  EXPECT_GE(told.size() + 1, alone["loss"].size()) << "a rank may be killed before it writes its line";
+  for (const auto& [step, loss] : told) EXPECT_NEAR(loss / alone["loss"][step].get<double>(), 1, 1e-12) << step;
   ASSERT_EQ(report["eval"].size(), alone["eval"].size());
   for (size_t epoch = 0; epoch < alone["eval"].size(); ++epoch) {
     EXPECT_NEAR(report["eval"][epoch]["loss"].get<double>(), alone["eval"][epoch]["loss"].get<double>(), 1e-9) << epoch;
   }
-  EXPECT_EQ(report["loss"].size(), alone["loss"].size());
 }
 
 TEST_P(ElasticStrategies, ELA05_keeps_the_global_batch_when_a_rank_is_killed) {
@@ -242,9 +254,11 @@ TEST_P(ElasticStrategies, ELA05_keeps_the_global_batch_when_a_rank_is_killed) {
                                kill_rank(strategy == "ddp" || strategy == "fsdp" ? 0 : 1));
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_EQ(event()["ranks"], 2) << ended.output;
+  EXPECT_NE(event()["taken_over"].get<std::string>().find("of 6 shares of the batch, the ranks compute 3, 3"),
+            std::string::npos);
   const auto alone = shoal(Line{"train", "--ranks", "3", "--threads", "1", "--json", file("alone.json")} + how);
   ASSERT_EQ(alone.code, 0) << alone.output;
-  expect_losses_as_alone(read(file("report.json")), read(file("alone.json")));
+  expect_losses_as_alone(read(file("report.json")), lines_of_metrics(), read(file("alone.json")));
 }
 
 TEST_F(ElasticTrain, ELA05_ELA06_keeps_the_global_batch_when_a_rank_is_replaced) {
@@ -256,7 +270,7 @@ TEST_F(ElasticTrain, ELA05_ELA06_keeps_the_global_batch_when_a_rank_is_replaced)
   ASSERT_EQ(report["elastic"]["changes"].size(), 2U) << ended.output;
   const auto alone = shoal(Line{"train", "--ranks", "2", "--threads", "1", "--json", file("alone.json")} + how);
   ASSERT_EQ(alone.code, 0) << alone.output;
-  expect_losses_as_alone(report, read(file("alone.json")));
+  expect_losses_as_alone(report, lines_of_metrics(), read(file("alone.json")));
 }
 
 TEST_F(ElasticTrain, ELA08_a_rank_that_is_stopped_is_killed_and_replaced) {
