@@ -2,7 +2,10 @@
 // Group of ranks: collectives, point-to-point messages, and utilities built on them.
 
 #include <torch/types.h>
+
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -161,13 +164,16 @@ void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tens
                          int64_t chunk_bytes = 250LL << 20);
 
 // Weighted all-reduce of a sparse COO gradient: the sum of the values and the sum of the weights. A rank without a
-// gradient passes an undefined tensor. Transfers the non-zero rows only. Blocks. Collective.
+// gradient passes an undefined tensor. Sizes, dtype and number of sparse dimensions are equal on all ranks
+// (DisagreeError). timeout: of each of its operations; default: the group's. Transfers the non-zero rows only. Blocks.
+// Collective.
 struct SparseSum {
   at::Tensor sum;   // coalesced; undefined if no rank passed a tensor
   double weight;    // sum over ranks
   int64_t present;  // number of ranks that passed a tensor
 };
 SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::IntArrayRef sizes,
-                            const at::TensorOptions& options, double weight, const Label& label);
+                            const at::TensorOptions& options, double weight, const Label& label,
+                            std::optional<std::chrono::milliseconds> timeout = {});
 
 }  // namespace shoal

@@ -230,6 +230,18 @@ def test_PY01_sparse_sum():
     on_ranks(run)
 
 
+def test_PY01_sparse_tensors_of_different_sizes_are_refused_on_all_ranks():
+    def run(rank):
+        tensor = torch.sparse_coo_tensor([[0, 3 + rank]], torch.ones(2, 2), (4 + rank, 2))
+        with pytest.raises(shoal.DisagreeError, match=r"rank 0 has Float \[4, 2\].*rank 1 has Float \[5, 2\]"):
+            dist.all_reduce(tensor)
+        assert tensor.shape == (4 + rank, 2)
+        dist.all_reduce(tensor := torch.eye(2).to_sparse())
+        assert tensor.to_dense().tolist() == [[2, 0], [0, 2]]
+
+    on_ranks(run)
+
+
 def test_PY01_objects():
     def run(rank):
         gathered = [None] * 2

@@ -352,6 +352,32 @@ TEST(Coalesce, sums_sparse_tensors_of_ranks_that_have_one) {
   EXPECT_FALSE(all_reduce_sparse(group(), {}, {6, 2}, at::TensorOptions(at::kFloat), 1, {}).sum.defined());
 }
 
+TEST(Coalesce, sparse_tensors_of_different_kinds_are_refused_on_all_ranks) {
+  if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  const int odd = group().size() - 1;
+  const auto sum_of = [](const at::Tensor& sparse) {
+    return all_reduce_sparse(group(), sparse, sparse.sizes(), sparse.values().options(), 1, {}).sum;
+  };
+  const auto common = at::ones({4, 2}).to_sparse(1);
+  const std::pair<at::Tensor, std::string> others[] = {
+      {at::ones({2000, 2}).to_sparse(1), "Float [2000, 2], sparse dimensions: 1"},
+      {at::ones({4, 2}).to_sparse(2), "Float [4, 2], sparse dimensions: 2"},
+      {at::ones({4, 2}, at::kDouble).to_sparse(1), "Double [4, 2], sparse dimensions: 1"}};
+  for (const auto& [other, text] : others) {
+    try {
+      sum_of(group().rank() == odd ? other : common);
+      ADD_FAILURE() << "no error, but " << text;
+    } catch (const DisagreeError& error) {
+      EXPECT_NE(
+          std::string(error.what())
+              .find("rank 0 has Float [4, 2], sparse dimensions: 1, rank " + std::to_string(odd) + " has " + text),
+          std::string::npos)
+          << error.what();
+    }
+    EXPECT_TRUE(at::equal(sum_of(common).to_dense(), at::full({4, 2}, static_cast<double>(group().size()))));
+  }
+}
+
 // Gloo writes without MSG_NOSIGNAL: in a thread that takes SIGPIPE, a rank that has ended would end this one without a word.
 TEST(Group, no_thread_of_gloo_takes_sigpipe) {
   if (group().transport() != "gloo") GTEST_SKIP() << "over Gloo";

@@ -269,19 +269,21 @@ TEST(HostBackend, an_operation_has_a_timeout_of_its_own) {
   if (group().size() == 1) GTEST_SKIP() << "nobody is late";
   std::vector<int> all(group().size());
   std::iota(all.begin(), all.end(), 0);
-  const auto backend = make_backend(group().subgroup(all));
-  if (group().rank() == 0) {
-    std::vector<at::Tensor> tensors{at::ones({3})};
-    c10d::AllreduceOptions options;
-    options.timeout = std::chrono::milliseconds(300);
-    try {
-      backend->allreduce(tensors, options)->wait(std::chrono::milliseconds(0));
-      FAIL() << "nothing was thrown";
-    } catch (const CommError& error) {
-      EXPECT_THAT(error.what(), testing::HasSubstr("not finished within the timeout of 0.3 s"));
+  for (const auto& tensor : {at::ones({3}), at::ones({3}).to_sparse()}) {
+    const auto backend = make_backend(group().subgroup(all));
+    if (group().rank() == 0) {
+      std::vector<at::Tensor> tensors{tensor};
+      c10d::AllreduceOptions options;
+      options.timeout = std::chrono::milliseconds(300);
+      try {
+        backend->allreduce(tensors, options)->wait(std::chrono::milliseconds(0));
+        FAIL() << "nothing was thrown";
+      } catch (const CommError& error) {
+        EXPECT_THAT(error.what(), testing::HasSubstr("not finished within the timeout of 0.3 s"));
+      }
     }
+    group().barrier().wait();
   }
-  group().barrier().wait();
 }
 
 TEST(HostBackend, buffers_are_reused) {

@@ -47,6 +47,8 @@ class GroupBackend::Job {
     return *this;
   }
 
+  std::optional<std::chrono::milliseconds> timeout() const { return timeout_; }
+
   void issue(Op op, Tensors inputs, Tensors outputs, int64_t peer = -1, int tag = 0) {
     start({.op = op,
            .peer = static_cast<int>(peer),
@@ -147,7 +149,7 @@ GroupBackend::Pending GroupBackend::allreduce(Tensors& tensors, const c10d::Allr
 // Its steps depend on each other's results, so it ends before it returns.
 GroupBackend::Pending GroupBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
   Job job(*this, c10d::OpType::ALLREDUCE, "shoal:sparse_all_reduce");
-  job.operands.require_one(tensors);
+  job.with(options).operands.require_one(tensors);
   const auto& tensor = tensors[0];
   const auto reduce = from_c10d(options.reduceOp);
   if (reduce != ReduceOp::sum && reduce != ReduceOp::avg) {
@@ -156,7 +158,9 @@ GroupBackend::Pending GroupBackend::allreduce_sparse(Tensors& tensors, const c10
   if (!tensor.device().is_cpu()) job.operands.refuse("the backend shoal communicates CPU tensors");
   const c10::NoGradGuard no_grad;
   const auto own = tensor.detach().coalesce();
-  auto sum = all_reduce_sparse(group_, own, own.sizes(), own.values().options(), 1, {.what = "sparse tensor"}).sum;
+  auto sum = all_reduce_sparse(group_, own, own.sizes(), own.values().options(), 1,
+                               {.what = to_string(reduce) + " of sparse tensors"}, job.timeout())
+                 .sum;
   if (reduce == ReduceOp::avg) sum.div_(size_);
   tensor.copy_(sum);  // not an alias: indices and values of a sparse tensor are replaced
   return job.end({}, tensors);

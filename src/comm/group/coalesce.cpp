@@ -1,8 +1,13 @@
 #include "shoal/group.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <functional>
+
+#include "comm/group/group_state.h"
 
 namespace shoal {
 namespace {
@@ -59,24 +64,35 @@ void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tens
 }
 
 SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::IntArrayRef sizes,
-                            const at::TensorOptions& options, double weight, const Label& label) {
+                            const at::TensorOptions& options, double weight, const Label& label,
+                            std::optional<std::chrono::milliseconds> timeout) {
   torch::NoGradGuard no_grad;
+  const auto gather = [&](const at::Tensor& all, const at::Tensor& own) {
+    issue(group, {.op = Op::all_gather, .inputs = {own}, .outputs = {all}, .label = label, .timeout = timeout}).wait();
+  };
   const auto own = sparse.defined() ? sparse.coalesce() : at::Tensor();
   const int64_t count = own.defined() ? own._nnz() : 0;
   const int64_t sparse_dim = own.defined() ? own.sparse_dim() : 0;
-  // One small all-gather: number of entries, number of sparse dimensions (0: this rank has no tensor) and weight, all
-  // exact in float64.
-  constexpr int64_t fields = 3;
+  const auto kind = fmt::format("{} [{}]", c10::toString(options.dtype().toScalarType()), fmt::join(sizes, ", "));
+  // One small all-gather: number of entries, number of sparse dimensions (0: this rank has no tensor), weight and 53
+  // bits of a hash of dtype and sizes, all exact in float64.
+  constexpr int64_t fields = 4;
   auto headers = at::empty({group.size() * fields}, at::kDouble);
-  group
-      .all_gather(headers,
-                  at::tensor({static_cast<double>(count), static_cast<double>(sparse_dim), weight}, at::kDouble), label)
-      .wait();
+  gather(headers, at::tensor({static_cast<double>(count), static_cast<double>(sparse_dim), weight,
+                              static_cast<double>(std::hash<std::string>()(kind) >> 11)},
+                             at::kDouble));
   headers = headers.view({group.size(), fields});
-  SparseSum result{{}, headers.select(1, 2).sum().item<double>(), headers.select(1, 1).gt(0).sum().item<int64_t>()};
+  const auto sparse_dims = headers.select(1, 1);
+  const auto dims = static_cast<int64_t>(sparse_dims.max().item<double>());
+  const auto kinds = headers.select(1, 3);
+  const bool alike =
+      kinds.eq(kinds[0]).all().item<bool>() && sparse_dims.eq(0).logical_or(sparse_dims.eq(dims)).all().item<bool>();
+  if (!alike) {
+    agree(group, "sparse tensors", {fmt::format("{}, sparse dimensions: {}", kind, own.defined() ? sparse_dim : dims)});
+  }
+  SparseSum result{{}, headers.select(1, 2).sum().item<double>(), sparse_dims.gt(0).sum().item<int64_t>()};
   if (result.present == 0) return result;
 
-  const auto dims = static_cast<int64_t>(headers.select(1, 1).max().item<double>());
   const auto longest = static_cast<int64_t>(headers.select(1, 0).max().item<double>());
   std::vector<int64_t> row(sizes.begin() + dims, sizes.end());
   int64_t row_numel = 1;
@@ -89,8 +105,8 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
   }
   auto all_indices = at::empty({group.size(), dims, longest}, at::kLong);
   auto all_values = at::empty({group.size(), longest, row_numel}, values.options());
-  group.all_gather(all_indices, indices, label).wait();
-  group.all_gather(all_values, values, label).wait();
+  gather(all_indices, indices);
+  gather(all_values, values);
   std::vector<at::Tensor> index_list;
   std::vector<at::Tensor> value_list;
   for (int rank = 0; rank < group.size(); ++rank) {
