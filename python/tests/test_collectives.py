@@ -274,6 +274,35 @@ def test_PY01_the_mean_of_integers_rounds_towards_zero():
     assert first[2] == 6
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_PY01_the_mean_of_large_integers_does_not_overflow(dtype):
+    def run(rank):
+        largest = torch.iinfo(dtype).max
+        own = torch.full((4,), largest - 2 * rank, dtype=dtype)
+        mean = [largest - 1] * 4
+        for tensor in (own.clone(), own.repeat(2)[::2], own.to_sparse()):
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+            assert tensor.dtype == dtype and tensor.to_dense().tolist() == mean
+        dist.reduce(tensor := own.clone(), dst=1, op=dist.ReduceOp.AVG)
+        assert rank != 1 or tensor.tolist() == mean
+        part = torch.empty(2, dtype=dtype)
+        dist.reduce_scatter_tensor(part, own, op=dist.ReduceOp.AVG)
+        assert part.tolist() == mean[:2]
+        dist.reduce_scatter(part, list(own.split(2)), op=dist.ReduceOp.AVG)
+        assert part.tolist() == mean[:2]
+
+    on_ranks(run)
+
+
+def test_PY01_the_mean_of_sparse_integers_rounds_towards_zero():
+    def run(rank):
+        tensor = torch.sparse_coo_tensor([[0, 1 + rank]], torch.tensor([7 + 2 * rank, -7]), (3,))
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        assert tensor.to_dense().tolist() == [8, -3, -3]
+
+    on_ranks(run)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_PY01_complex_tensors_are_summed(dtype):
     def run(rank):

@@ -31,6 +31,16 @@ WRONG = {
         lambda r: dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX),
         "not reduced with max",
     ),
+    "sparse mean of bool": (
+        lambda r: dist.all_reduce(torch.eye(2, dtype=torch.bool).to_sparse(), op=dist.ReduceOp.AVG),
+        "avg is not defined for Bool",
+    ),
+    "a mean of two dtypes": (
+        lambda r: dist.reduce_scatter_tensor(
+            torch.empty(1, dtype=torch.int8), torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.AVG
+        ),
+        "tensors differ in dtype: (Int and Char|Char and Int)",
+    ),
 }
 
 

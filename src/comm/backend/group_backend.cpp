@@ -64,11 +64,16 @@ class GroupBackend::Job {
       inputs = as_real(std::move(inputs));
       outputs = as_real(std::move(outputs));
     }
-    const auto& result = outputs.empty() ? inputs[0] : outputs[0];
-    // A group has no mean of integers; c10d's backends round it.
-    if (operation == ReduceOp::avg && at::isIntegralType(result.scalar_type(), /*includeBool=*/false)) {
+    Label label;
+    // A group has no mean of integers; c10d's backends round it. A sum in their own dtype could overflow.
+    if (operation == ReduceOp::avg && of_one_integer_type(inputs, outputs)) {
       operation = ReduceOp::sum;
-      if (peer < 0 || peer == backend_.rank_) operands.divide_when_done(result, backend_.size_);
+      label.what = fmt::format("mean of {}", toString(inputs[0].scalar_type()));
+      const auto result = outputs.empty() ? inputs[0] : outputs[0];
+      inputs = as_int64(std::move(inputs));
+      outputs = as_int64(std::move(outputs));
+      const auto& sum = outputs.empty() ? inputs[0] : outputs[0];
+      if (peer < 0 || peer == backend_.rank_) operands.divide_when_done(sum, backend_.size_, result);
     }
     start({.op = op,
            .reduce = operation,
@@ -76,7 +81,7 @@ class GroupBackend::Job {
            .factor = factor_of(reduce),
            .inputs = std::move(inputs),
            .outputs = std::move(outputs),
-           .label = {},
+           .label = std::move(label),
            .timeout = timeout_});
   }
 
@@ -156,12 +161,20 @@ GroupBackend::Pending GroupBackend::allreduce_sparse(Tensors& tensors, const c10
     job.operands.refuse("sparse tensors can be summed and averaged, not reduced with " + to_string(reduce));
   }
   if (!tensor.device().is_cpu()) job.operands.refuse("the backend shoal communicates CPU tensors");
+  const bool divides = reduce == ReduceOp::avg;
+  if (divides && tensor.scalar_type() == at::kBool) job.operands.refuse("avg is not defined for Bool");
+  const bool rounds = divides && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
   const c10::NoGradGuard no_grad;
-  const auto own = tensor.detach().coalesce();
+  const auto coalesced = tensor.detach().coalesce();
+  const auto own = rounds ? coalesced.to(at::kLong) : coalesced;
   auto sum = all_reduce_sparse(group_, own, own.sizes(), own.values().options(), 1,
                                {.what = to_string(reduce) + " of sparse tensors"}, job.timeout())
                  .sum;
-  if (reduce == ReduceOp::avg) sum.div_(size_);
+  if (rounds) {
+    sum.div_(size_, "trunc");
+  } else if (divides) {
+    sum.div_(size_);
+  }
   tensor.copy_(sum);  // not an alias: indices and values of a sparse tensor are replaced
   return job.end({}, tensors);
 }

@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 #include "shoal/error.h"
 
 namespace shoal {
@@ -67,11 +69,11 @@ at::Tensor Operands::in_out(const at::Tensor& tensor) {
   return copy;
 }
 
-void Operands::divide_when_done(const at::Tensor& result, int64_t divisor) {
-  finish_.insert(finish_.begin(), [result = result.detach(), divisor] {
+void Operands::divide_when_done(const at::Tensor& sum, int64_t divisor, const at::Tensor& result) {
+  finish_.insert(finish_.begin(), [sum, divisor, result = result.detach()] {
     const c10::InferenceMode mode(result.is_inference());
     const c10::NoGradGuard no_grad;
-    at::Tensor(result).div_(divisor, "trunc");
+    at::Tensor(result).copy_(sum.div(divisor, "trunc"));
   });
 }
 
@@ -107,6 +109,20 @@ void Operands::require_same_shape(const at::Tensor& part, const at::Tensor& othe
 Tensors as_real(Tensors tensors) {
   for (auto& tensor : tensors) {
     if (tensor.is_complex()) tensor = at::view_as_real(tensor);
+  }
+  return tensors;
+}
+
+bool of_one_integer_type(const Tensors& inputs, const Tensors& outputs) {
+  const auto dtype = inputs[0].scalar_type();
+  const auto has_it = [dtype](const at::Tensor& tensor) { return tensor.scalar_type() == dtype; };
+  return at::isIntegralType(dtype, /*includeBool=*/false) && std::all_of(inputs.begin(), inputs.end(), has_it) &&
+         std::all_of(outputs.begin(), outputs.end(), has_it);
+}
+
+Tensors as_int64(Tensors tensors) {
+  for (auto& tensor : tensors) {
+    if (tensor.element_size() < 8) tensor = tensor.to(at::kLong);
   }
   return tensors;
 }

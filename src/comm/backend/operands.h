@@ -30,8 +30,8 @@ class Operands {
   void require_same_shape(const at::Tensor& part, const at::Tensor& other) const;
   [[noreturn]] void refuse(const std::string& why) const;
 
-  // Divides a result, rounding towards zero, before it is copied to its tensor.
-  void divide_when_done(const at::Tensor& result, int64_t divisor);
+  // Writes a sum over `divisor`, rounded towards zero, to `result`, before that is copied to its tensor.
+  void divide_when_done(const at::Tensor& sum, int64_t divisor, const at::Tensor& result);
 
   // For BackendFlight.
   Tensors take_kept() { return std::move(kept_); }
@@ -48,5 +48,10 @@ class Operands {
 
 // Complex tensors as real ones of twice as many elements, in the same memory: so they are summed.
 Tensors as_real(Tensors tensors);
+
+// Whether all tensors have one dtype, which is one of integers.
+bool of_one_integer_type(const Tensors& inputs, const Tensors& outputs);
+// Copies in int64, which holds the sum of narrower integers over all ranks; tensors of 64 bits as they are.
+Tensors as_int64(Tensors tensors);
 
 }  // namespace shoal
