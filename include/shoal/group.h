@@ -110,6 +110,7 @@ class Group {
   // empty elsewhere.
   Work scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label = {}) const;
   // Exchanges parts: part r of input [size() * n] goes to rank r, and part r of output [size() * n] comes from rank r.
+  // They must not share memory (UsageError).
   Work all_to_all(at::Tensor output, at::Tensor input, Label label = {}) const;
   // Point-to-point messages. Messages between two ranks with the same tag arrive in order. tag >= 0. source: a rank, or
   // any_source (on one host, or over tcp or Gloo alone). The end of the group waits for up to 10 s until messages that were

@@ -27,6 +27,15 @@ WRONG = {
     "a rank outside": (lambda r: dist.broadcast(torch.ones(2), src=5), "5"),
     "to itself": (lambda r: dist.send(torch.ones(2), dst=r), "to itself|same"),
     "uneven split": (lambda r: dist.all_to_all_single(torch.empty(3), torch.ones(3)), "divide equally"),
+    "exchange in place": (lambda r: dist.all_to_all_single((t := torch.ones(4)), t), "must not share memory"),
+    "exchange of lists in place": (
+        lambda r: dist.all_to_all((t := list(torch.ones(4).split(2))), t),
+        "must not share memory",
+    ),
+    "exchange within one tensor": (
+        lambda r: dist.all_to_all_single((t := torch.ones(6))[:4], t[2:]),
+        "must not share memory",
+    ),
     "sparse maximum": (
         lambda r: dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX),
         "not reduced with max",

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/util/strides.h>
 
+#include <algorithm>
+
 namespace shoal {
 
 namespace {
@@ -50,6 +52,30 @@ c10::DataPtr pointer_to(const at::Tensor& memory) {
 bool same_storage(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided &&
          a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+bool share_memory(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  struct Extent {
+    uintptr_t begin;
+    uintptr_t end;
+    bool of_b;
+  };
+  std::vector<Extent> extents;
+  for (const auto* list : {&a, &b}) {
+    for (const auto& tensor : *list) {
+      const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+      if (tensor.nbytes() > 0) extents.push_back({begin, begin + tensor.nbytes(), list == &b});
+    }
+  }
+  std::sort(extents.begin(), extents.end(), [](const auto& x, const auto& y) { return x.begin < y.begin; });
+  uintptr_t end_of_a = 0;
+  uintptr_t end_of_b = 0;
+  for (const auto& extent : extents) {
+    if (extent.begin < (extent.of_b ? end_of_a : end_of_b)) return true;
+    auto& end = extent.of_b ? end_of_b : end_of_a;
+    end = std::max(end, extent.end);
+  }
+  return false;
 }
 
 bool same_view(const at::Tensor& a, const at::Tensor& b) {

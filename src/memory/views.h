@@ -28,6 +28,9 @@ c10::DataPtr pointer_to(const at::Tensor& memory);
 // True if both are strided tensors on one storage. Does not access memory, which the storage need not have.
 bool same_storage(const at::Tensor& a, const at::Tensor& b);
 
+// True if a tensor of `a` and one of `b` have bytes in common. All are contiguous.
+bool share_memory(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
+
 // True if both are the same elements of the same memory in the same layout.
 bool same_view(const at::Tensor& a, const at::Tensor& b);
 

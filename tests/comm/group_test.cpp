@@ -8,6 +8,7 @@
 #include <iterator>
 #include <numeric>
 
+#include "comm/group/group_state.h"
 #include "shoal/error.h"
 #include "tests/support/world.h"
 
@@ -143,6 +144,26 @@ TEST(Group, all_to_all_transposes) {
   for (int rank = 0; rank < ranks; ++rank) {
     EXPECT_TRUE(at::equal(output.narrow(0, 2 * rank, 2), input(rank, 2 * ranks).narrow(0, 2 * group().rank(), 2)));
   }
+}
+
+TEST(Group, all_to_all_refuses_inputs_and_outputs_that_share_memory) {
+  const int64_t ranks = group().size();
+  if (ranks == 1) GTEST_SKIP() << "nothing moves";
+  const auto memory = at::zeros({3 * ranks});
+  const auto parts = [&](int64_t begin) { return memory.narrow(0, begin, 2 * ranks).split(2); };
+  const auto exchange = [](std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs) {
+    issue(group(), {.op = Op::all_to_all, .inputs = std::move(inputs), .outputs = std::move(outputs), .label = {}})
+        .wait();
+  };
+  EXPECT_THROW(exchange({memory.narrow(0, 0, ranks)}, {memory.narrow(0, 0, ranks)}), UsageError);
+  EXPECT_THROW(exchange({memory.narrow(0, 0, ranks)}, {memory.narrow(0, ranks - 1, ranks)}), UsageError);
+  EXPECT_THROW(exchange(parts(0), parts(0)), UsageError);
+  EXPECT_THROW(exchange(parts(0), parts(ranks)), UsageError);
+  // Neighbours in memory, and one tensor for all ranks.
+  exchange({memory.narrow(0, 0, ranks).fill_(1)}, {memory.narrow(0, ranks, ranks)});
+  const std::vector<at::Tensor> same(ranks, memory.narrow(0, 0, 2).fill_(2));
+  exchange(same, memory.narrow(0, ranks, 2 * ranks).split(2));
+  EXPECT_TRUE((memory.narrow(0, ranks, 2 * ranks) == 2).all().item<bool>());
 }
 
 TEST(Group, send_and_recv_go_round_a_ring) {

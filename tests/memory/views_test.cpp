@@ -43,5 +43,17 @@ TEST(Views, same_view_means_same_memory_and_layout) {
   EXPECT_FALSE(same_view(at::Tensor(), view));
 }
 
+TEST(Views, lists_share_memory_if_any_bytes_are_in_both) {
+  const auto flat = at::zeros({64});
+  const auto part = [&](int64_t begin, int64_t numel) { return flat.narrow(0, begin, numel); };
+  EXPECT_FALSE(share_memory({part(0, 8), part(16, 8)}, {part(8, 8), part(24, 40)}));
+  EXPECT_FALSE(share_memory({part(0, 16), part(4, 2)}, {part(16, 8), part(16, 8)}));
+  EXPECT_FALSE(share_memory({part(0, 16)}, {part(4, 0), at::zeros({16})}));
+  EXPECT_FALSE(share_memory({}, {part(0, 16)}));
+  EXPECT_TRUE(share_memory({part(0, 8)}, {part(0, 8)}));
+  EXPECT_TRUE(share_memory({part(0, 8)}, {part(32, 8), part(7, 8)}));
+  EXPECT_TRUE(share_memory({part(40, 2), part(8, 32), part(10, 2)}, {part(30, 1)}));
+}
+
 }  // namespace
 }  // namespace shoal

@@ -52,7 +52,8 @@ struct Label {
 //   all_gather                          inputs = {[n]}, outputs = {[size * n]}; part r comes from rank r
 //   gather                              inputs = {[n]}; outputs = one [n] per rank on the root, none elsewhere
 //   scatter                             outputs = {[n]}; inputs = one [n] per rank on the root, none elsewhere
-//   all_to_all                          inputs, outputs = {[size * n]}; part r goes to and comes from rank r
+//   all_to_all                          inputs, outputs = {[size * n]}, in memory of their own; part r goes to and comes
+//                                       from rank r
 //   barrier                             no tensors
 //
 // If the parts differ in size, a list of one tensor per rank replaces the single tensor: inputs of reduce_scatter and
