@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/rendezvous/socket.h"
+#include "comm/store/given_store.h"
 #include "comm/store/store.h"
 #include "tests/support/refusal.h"
 
@@ -26,6 +27,10 @@ using SteadyClock = std::chrono::steady_clock;
 // Store in this process that can be stopped like a process.
 class StoppableStore : public c10d::HashStore {
  public:
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    pass();
+    return HashStore::clone();
+  }
   std::vector<uint8_t> get(const std::string& key) override {
     pass();
     return HashStore::get(key);
@@ -113,6 +118,15 @@ TEST(DeadlineStore, a_stopped_store_is_named_after_the_limit_and_then_at_once) {
   EXPECT_LT(seconds_of([&] { EXPECT_THROW(stores.store->get("a"), StoreUnreachable); }), 0.1)
       << "whatever its time-out";
   stores.inner->stopped = false;
+}
+
+TEST(GuardStore, a_stopped_store_is_named_after_the_limit) {
+  const auto given = c10::make_intrusive<StoppableStore>();
+  given->stopped = true;
+  std::string said;
+  EXPECT_NEAR(seconds_of([&] { said = test::refusal<StoreUnreachable>([&] { guard_store(given, 1, {}); }); }), 1, 0.5);
+  EXPECT_NE(said.find("the given store does not answer within 1 s"), std::string::npos) << said;
+  given->stopped = false;
 }
 
 TEST(DeadlineStore, a_store_that_continues_is_asked_again) {

@@ -18,6 +18,13 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
+StoreUnreachable no_answer(const std::string& name, std::chrono::milliseconds limit) {
+  return StoreUnreachable(
+      fmt::format("the job's store at {} does not answer within {} s: the process that holds it (rank 0 or the "
+                  "launcher; in an elastic job any rank) is stopped, or its host cannot be reached",
+                  name, std::chrono::duration<double>(limit).count()));
+}
+
 // Thread that calls the store, one call after another.
 class DeadlineStore::Client {
  public:
@@ -87,13 +94,7 @@ template <class Work>
 auto DeadlineStore::call(Work work) {
   using Result = decltype(work(std::declval<c10d::Store&>()));
   const auto limit = limit_.load();
-  const auto unreachable = [&] {
-    return StoreUnreachable(fmt::format(
-        "the job's store at {} does not answer within {} s: the process that holds it (rank 0 or the launcher; in "
-        "an elastic job any rank) is stopped, or its host cannot be reached",
-        name_, std::chrono::duration<double>(limit).count()));
-  };
-  if (client_->overdue > 0) throw unreachable();
+  if (client_->overdue > 0) throw no_answer(name_, limit);
   if (getpid() != pid_) {
     throw UsageError(
         fmt::format("the job's store at {} is connected to process {}, not to this fork of it", name_, pid_));
@@ -118,7 +119,7 @@ auto DeadlineStore::call(Work work) {
     if (!pending->done) {
       pending->given_up = true;
       ++client_->overdue;
-      throw unreachable();
+      throw no_answer(name_, limit);
     }
   }
   return result.get();

@@ -18,6 +18,9 @@ class StoreUnreachable : public CommError {
   using CommError::CommError;
 };
 
+// Its sentence. name: of the store.
+StoreUnreachable no_answer(const std::string& name, std::chrono::milliseconds limit);
+
 // Store that does not block forever, as c10d's own client does. A separate thread calls the client, and the caller
 // waits for that thread no longer than the limit. Then it throws StoreUnreachable; so do all later calls, at once,
 // until the overdue answer has come. A call that was given up may still take effect. Calls that read or wait for keys

@@ -29,17 +29,32 @@ std::string describe_store(const c10::intrusive_ptr<c10d::Store>& store) {
   return file == nullptr ? "the given store" : "the file " + file->getPath();
 }
 
-StorePtr guard_store(const c10::intrusive_ptr<c10d::Store>& store, int timeout_seconds, const JobIdentity& job) {
-  auto own = store;
+namespace {
+
+// On a connection of its own, if the store can have several. TCPStore's clone() waits without an end for a server that is
+// stopped, so a thread waits in its place.
+c10::intrusive_ptr<c10d::Store> connect_again(const c10::intrusive_ptr<c10d::Store>& store,
+                                              std::chrono::milliseconds limit) {
   // A FileStore removes its file once as many stores have ended as there are ranks. Clones count too: the file would go
   // while others still use it, and what they make of a new one can be an endless read.
-  const bool one_per_rank = dynamic_cast<const c10d::FileStore*>(innermost(store).get()) != nullptr;
-  try {
-    if (!one_per_rank) own = store->clone();
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): this kind of store has no clones
-  }
-  return c10::make_intrusive<DeadlineStore>(authenticated(std::move(own), job), describe_store(store),
-                                            std::chrono::seconds(timeout_seconds));
+  if (dynamic_cast<const c10d::FileStore*>(innermost(store).get()) != nullptr) return store;
+  auto own = within(limit, [store] {
+    try {
+      return store->clone();
+    } catch (const std::exception&) {
+      return store;  // this kind of store has no clones
+    }
+  });
+  if (!own) throw no_answer(describe_store(store), limit);
+  return *std::move(own);
+}
+
+}  // namespace
+
+StorePtr guard_store(const c10::intrusive_ptr<c10d::Store>& store, int timeout_seconds, const JobIdentity& job) {
+  const std::chrono::seconds limit(timeout_seconds);
+  return c10::make_intrusive<DeadlineStore>(authenticated(connect_again(store, limit), job), describe_store(store),
+                                            limit);
 }
 
 }  // namespace shoal

@@ -22,7 +22,7 @@ struct ServerAddress {
 std::optional<ServerAddress> server_of(const c10::intrusive_ptr<c10d::Store>& store);
 
 // The same store on a connection of its own, where the store can have several, so that a program that waits for a key
-// does not delay shoal.
+// does not delay shoal. StoreUnreachable if its server does not answer within the time.
 StorePtr guard_store(const c10::intrusive_ptr<c10d::Store>& store, int timeout_seconds, const JobIdentity& job);
 
 }  // namespace shoal
