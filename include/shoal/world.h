@@ -61,8 +61,9 @@ struct WorldOptions {
   int timeout_seconds = 300;            // for one operation while all peers are alive
   int stopped_timeout_seconds = 5;      // for a peer on this host that was stopped by a signal
 
-  // Called about every 100 ms by each thread that waits for other ranks. An exception that it throws ends that wait and
-  // reaches the caller; the operation goes on, and may be waited for again.
+  // Called about every 100 ms by each thread that waits for other ranks, but not while it waits for the job's store to
+  // answer. An exception that it throws ends that wait and reaches the caller; the operation goes on, and may be waited for
+  // again.
   std::function<void()> while_waiting{};
 
   // Throws UsageError with a list of all invalid options.

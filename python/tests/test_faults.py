@@ -22,27 +22,47 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_PY04_ctrl_c_ends_a_wait(name):
+def seconds_until_interrupted(wait):
+    """Time from Ctrl-C to the end of the wait."""
+    signalled = []
+
+    def press():
+        signalled.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(1, press).start()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    return time.monotonic() - signalled[0]
+
+
+def require_interrupted_at_once(wait, **ranks):
+    """wait(): on rank 1, where rank 0 does nothing for 3 s."""
+
     def run(rank):
-        if rank == 0:
-            time.sleep(3)
-            return None
-        signalled = []
+        return time.sleep(3) if rank == 0 else seconds_until_interrupted(wait)
 
-        def press():
-            signalled.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Timer(1, press).start()
-        with pytest.raises(KeyboardInterrupt):
-            WAITS[name]()
-        return time.monotonic() - signalled[0]
-
-    ranks = Ranks(run)
-    outcomes = ranks.outcomes(timeout=20)
+    outcomes = Ranks(run, **ranks).outcomes(timeout=20)
     assert outcomes[1][0], outcomes[1]
     assert outcomes[1][1] < 0.3
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_PY04_ctrl_c_ends_a_wait(name):
+    require_interrupted_at_once(WAITS[name])
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_PY04_ctrl_c_ends_the_wait_for_a_new_group(transport):
+    options = shoal.distributed.Options(transport=transport)
+    require_interrupted_at_once(WAITS["new group"], init={"pg_options": options})
+
+
+def test_PY04_ctrl_c_ends_the_wait_for_ranks_that_have_not_come(tmp_path):
+    def begin():
+        dist.init_process_group("shoal", init_method=f"file://{tmp_path}/store", rank=1, world_size=2)
+
+    require_interrupted_at_once(begin, without_group=True)
 
 
 def test_PY04_a_wait_leaves_the_interpreter_free():

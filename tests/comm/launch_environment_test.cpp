@@ -65,7 +65,7 @@ TEST(Rendezvous, a_rank_of_another_job_is_refused_and_disturbs_nobody) {
         placement.store_is_served = served;
         placement.job = JobIdentity(job, "");
         try {
-          meeting = meet(placement, {}, "", 20);
+          meeting = meet(placement, {}, "", {.rendezvous_timeout_seconds = 20});
         } catch (const Error& error) {
           return error.what();
         }
@@ -83,6 +83,23 @@ TEST(Rendezvous, a_rank_of_another_job_is_refused_and_disturbs_nobody) {
     EXPECT_EQ(first.get(), "met");
     EXPECT_EQ(second.get(), "met");
   }
+}
+
+TEST(Rendezvous, the_program_is_asked_while_ranks_are_missing_and_may_end_the_wait) {
+  struct Enough {};
+  const StoreServer launcher(StorePlace("127.0.0.1", 0));
+  Placement placement;
+  placement.size = 2;
+  placement.address = "127.0.0.1";
+  placement.port = launcher.port();
+  placement.store_is_served = true;
+  WorldOptions options{.rendezvous_timeout_seconds = 20};
+  options.while_waiting = [asked = 0]() mutable {
+    if (++asked == 3) throw Enough();
+  };
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_THROW(meet(placement, {}, "", options), Enough);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(3));
 }
 
 TEST(LaunchEnvironment, nothing_set_means_alone) {

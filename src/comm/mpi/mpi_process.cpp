@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "comm/mpi/mpi_work.h"
+#include "comm/rendezvous/while_waiting.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/store.h"
 #include "shoal/error.h"
@@ -129,8 +130,14 @@ void start_mpi(const WorldState& world, const Environment& environment) {
 
 MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks) {
   const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  WhileWaiting while_waiting(world.options.while_waiting);
   try {
-    const auto made = within(limit, [world_ranks] { return create(world_ranks); });
+    const auto late = [&] {
+      while_waiting.look();
+      return std::chrono::steady_clock::now() > deadline;
+    };
+    const auto made = unless(late, [world_ranks] { return create(world_ranks); });
     if (!made) throw std::runtime_error(fmt::format("not all of them made the group within {} s", limit.count()));
     communicator_ = *made;
   } catch (const std::runtime_error& error) {

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "base/printable.h"
+#include "comm/rendezvous/while_waiting.h"
 #include "comm/store/authenticated_store.h"
 #include "shoal/error.h"
 
@@ -54,13 +55,15 @@ struct Present {
 // One attempt to meet. Every failure is published, so that all ranks report the same sentence.
 class Room {
  public:
-  Room(Placement placement, const PageAddress& page, std::string gpus, const Meeting& meeting, int timeout_seconds)
+  Room(Placement placement, const PageAddress& page, std::string gpus, const Meeting& meeting,
+       const WorldOptions& options)
       : placement_(std::move(placement)),
         page_(page),
         gpus_(std::move(gpus)),
         store_(meeting.store),
         launcher_(meeting.launcher),
-        timeout_(timeout_seconds) {}
+        timeout_(options.rendezvous_timeout_seconds),
+        while_waiting_(options.while_waiting) {}
 
   Present enter() {
     require_same_job();
@@ -119,7 +122,7 @@ class Room {
     auto claim = read_claim();
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (!claim && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      pause();
       claim = read_claim();
     }
     if (!claim || *claim == own) return;  // if rank 0 is missing, it is reported below
@@ -217,8 +220,13 @@ class Room {
         fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {} within {} s", fmt::join(missing, ", "),
                                     placement_.size, store_name(placement_), timeout_));
       }
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      pause();
     }
+  }
+
+  void pause() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    while_waiting_.look();
   }
 
   // A launcher that lets the others go on says which processes have ended. They will not come.
@@ -272,6 +280,7 @@ class Room {
   const StorePtr store_;
   const std::function<StorePtr()> launcher_;
   const int timeout_;
+  WhileWaiting while_waiting_;
   Present present_;
 };
 
@@ -283,9 +292,9 @@ CommError lost_store(const Placement& placement) {
 }
 
 void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, const std::string& gpus,
-           int timeout_seconds, Present (Room::*how)()) {
+           const WorldOptions& options, Present (Room::*how)()) {
   try {
-    Room room(placement, page, gpus, meeting, timeout_seconds);
+    Room room(placement, page, gpus, meeting, options);
     auto present = (room.*how)();
     meeting.prefix = std::move(present.prefix);
     meeting.failure_key = first_failure_key(placement.generation);
@@ -299,7 +308,8 @@ void enter(Meeting& meeting, const Placement& placement, const PageAddress& page
 
 }  // namespace
 
-Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds) {
+Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus,
+             const WorldOptions& options) {
   Meeting meeting;
   if (placement.size == 1) {
     meeting.peers.push_back({host_identity(), this_process(), page, gpus});
@@ -308,24 +318,25 @@ Meeting meet(const Placement& placement, const PageAddress& page, const std::str
   if (placement.rank == 0 && !placement.store_is_served) {
     meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port), placement.job);
   }
-  meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
+  meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
   meeting.launcher = [store = meeting.store] { return store; };
-  enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter);
+  enter(meeting, placement, page, gpus, options, &Room::enter);
   return meeting;
 }
 
 Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const Placement& placement,
-                const PageAddress& page, const std::string& gpus, int timeout_seconds) {
+                const PageAddress& page, const std::string& gpus, const WorldOptions& options) {
   Meeting meeting;
   meeting.store = store;
   meeting.launcher = std::move(launcher);
-  enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter);
+  enter(meeting, placement, page, gpus, options, &Room::enter);
   // Not the launcher's key: the same store may serve another world afterwards.
   meeting.failure_key = meeting.prefix + "/first_failure";
   return meeting;
 }
 
-Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds) {
+Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus,
+                   const WorldOptions& options) {
   if (placement.size == 1) throw UsageError("rejoin: the world has only one rank, so there is no job to rejoin");
   if (placement.rank == 0 && !placement.store_is_served) {
     throw UsageError(
@@ -333,9 +344,9 @@ Meeting meet_again(const Placement& placement, const PageAddress& page, const st
         "outlives every rank");
   }
   Meeting meeting;
-  meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
+  meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
   meeting.launcher = [store = meeting.store] { return store; };
-  enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter_again);
+  enter(meeting, placement, page, gpus, options, &Room::enter_again);
   return meeting;
 }
 

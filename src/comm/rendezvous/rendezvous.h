@@ -31,13 +31,15 @@ struct Meeting {
   std::vector<Peer> peers;              // by world rank
 };
 
-// Collective over the job. Throws as shoal::init does. page, gpus: of this process, for the others.
-Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds);
+// Collective over the job. Throws as shoal::init does. page, gpus: of this process, for the others. options: for the limit
+// of the wait, and what to call meanwhile.
+Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus, const WorldOptions& options);
 // As meet(), in a store that the program gave. launcher: see Meeting.
 Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const Placement& placement,
-                const PageAddress& page, const std::string& gpus, int timeout_seconds);
+                const PageAddress& page, const std::string& gpus, const WorldOptions& options);
 // Replaces a dead process in a job whose ranks have already met. Throws as shoal::init does.
-Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds);
+Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus,
+                   const WorldOptions& options);
 // The process that now has a rank's place, if the store knows.
 std::optional<Peer> present_peer(const Meeting& meeting, int rank);
 

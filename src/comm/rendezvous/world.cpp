@@ -237,7 +237,7 @@ World init(const WorldOptions& options) {
   auto state = enter_world(
       options, std::move(own_place),
       [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
-        return how(placement, page, gpus, options.rendezvous_timeout_seconds);
+        return how(placement, page, gpus, options);
       },
       std::move(join));
   const auto& place = state->placement;
@@ -255,7 +255,7 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
       options, std::move(own_place),
       [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
         return meet_in(guard_store(store, limit, placement.job), launchers_store(store, placement, limit), placement,
-                       page, gpus, limit);
+                       page, gpus, options);
       },
       std::move(join));
   state->listen_address = "127.0.0.1";

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "comm/rendezvous/liveness.h"
+#include "comm/rendezvous/while_waiting.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
@@ -334,9 +335,11 @@ void await_others(const WorldState& world, const ControlLayout& control, const s
                   const std::vector<int>& world_ranks) {
   const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
   const auto deadline = std::chrono::steady_clock::now() + limit;
+  WhileWaiting while_waiting(world.options.while_waiting);
   while (control.block().opened.load() < world_ranks.size()) {
     if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
     if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
+    while_waiting.look();
     if (std::chrono::steady_clock::now() > deadline) {
       throw CommError(
           fmt::format("not all ranks opened the shared memory of group '{}' within {} s", name, limit.count()));

@@ -20,6 +20,7 @@
 #include "base/without_sigpipe.h"
 #include "comm/agreement/fingerprint.h"
 #include "comm/group/group_state.h"
+#include "comm/rendezvous/while_waiting.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/store.h"
 #include "comm/transport/c10d_transport.h"
@@ -88,16 +89,31 @@ void await_all(c10d::Store& store, int rank, int size) {
   store.wait({all});
 }
 
-// Gloo waits for ranks that do not come until its deadline. In an elastic job they are not waited for.
-c10::intrusive_ptr<TaggedGloo> connect(const WorldState& world, const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                       int size, const c10::intrusive_ptr<c10d::ProcessGroupGloo::Options>& options) {
-  const auto work = [store, rank, size, options] {
-    auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
-    await_all(*store, rank, size);
-    return connected;
+// Gloo waits for ranks that do not come until its deadline, in a thread of its own, so that the program is asked
+// meanwhile. In an elastic job they are not waited for.
+c10::intrusive_ptr<TaggedGloo> connect(const WorldState& world, const std::string& name,
+                                       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                       const c10::intrusive_ptr<c10d::ProcessGroupGloo::Options>& options) {
+  const auto work = [name, store, rank, size, options, released_groups = world.released_groups,
+                     address = world.listen_address] {
+    try {
+      released_groups->end_unreferenced(/*aside=*/thread_stays);
+      auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
+      await_all(*store, rank, size);
+      return connected;
+    } catch (const std::exception& error) {
+      const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+      const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+      throw CommError(fmt::format("cannot connect the ranks of group '{}' over Gloo at {}: {}", name, address,
+                                  text.substr(0, text.find('\n'))));
+    }
   };
-  if (!world.watch) return work();
-  const auto connected = unless([&] { return world.watch->raised(); }, work);
+  WhileWaiting while_waiting(world.options.while_waiting);
+  const auto given_up = [&] {
+    while_waiting.look();
+    return world.watch && world.watch->raised();
+  };
+  const auto connected = unless(given_up, work);
   if (!connected) throw CommError(world.watch->why());
   return *connected;
 }
@@ -113,23 +129,15 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
-  try {
-    watch_threads();
-    world.released_groups->end_unreferenced(/*aside=*/thread_stays);
-    const auto connected = connect(world, store, rank, size, options);
-    std::function<void(const Call&)> tag;  // none for groups that compare calls, whose ranks may call different things
-    if (!compares_calls(name)) tag = [gloo = connected.get()](const Call& call) { gloo->tag_next(call); };
-    auto transport = make_c10d_transport("gloo", connected, tag, [gloo = connected.get()] { gloo->disconnect(); });
-    auto* seen = transport.get();
-    auto keep = [released_groups = world.released_groups, transport = std::move(transport), store, rank, size](
-                    Transport*) mutable { released_groups->keep(std::move(transport), std::move(store), rank, size); };
-    return {seen, std::move(keep)};
-  } catch (const std::exception& error) {
-    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-    const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
-    throw CommError(fmt::format("cannot connect the ranks of group '{}' over Gloo at {}: {}", name,
-                                world.listen_address, text.substr(0, text.find('\n'))));
-  }
+  watch_threads();
+  const auto connected = connect(world, name, store, rank, size, options);
+  std::function<void(const Call&)> tag;  // none for groups that compare calls, whose ranks may call different things
+  if (!compares_calls(name)) tag = [gloo = connected.get()](const Call& call) { gloo->tag_next(call); };
+  auto transport = make_c10d_transport("gloo", connected, tag, [gloo = connected.get()] { gloo->disconnect(); });
+  auto* seen = transport.get();
+  auto keep = [released_groups = world.released_groups, transport = std::move(transport), store, rank,
+               size](Transport*) mutable { released_groups->keep(std::move(transport), std::move(store), rank, size); };
+  return {seen, std::move(keep)};
 }
 
 }  // namespace shoal
