@@ -132,8 +132,9 @@ class Group {
                                         const HostSharedBufferOptions& buffer = {}) const;
 
   // Creates a group of some of this group's ranks, numbered in the given order. Collective over those ranks only.
-  // Throws UsageError if this rank is not among them, or if a rank is repeated or outside 0 .. size() - 1.
-  Group subgroup(const std::vector<int>& ranks) const;
+  // Throws UsageError if this rank is not among them, or if a rank is repeated or outside 0 .. size() - 1; CommError if they
+  // have not connected within the limit, by default WorldOptions::rendezvous_timeout_seconds.
+  Group subgroup(const std::vector<int>& ranks, std::optional<std::chrono::milliseconds> limit = {}) const;
   // Creates the group of the ranks on this rank's host, in rank order. Collective over this group.
   Group by_host() const;
 

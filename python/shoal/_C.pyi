@@ -57,8 +57,8 @@ class Group:
     @property
     def transport(self) -> str:
         """ "host" (shared memory), "tcp", "host+tcp", "gloo" or "identity" (a rank alone)."""
-    def subgroup(self, ranks: Sequence[int]) -> Group:
-        """The group of some of this group's ranks. Collective over those ranks."""
+    def subgroup(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Group:
+        """The group of some of this group's ranks. Collective over those ranks. timeout: of the wait for them."""
 
 def join_world(store: Store, rank: int, size: int, timeout: timedelta, transport: str) -> Group:
     """The group of all ranks that call it with this store. Collective."""

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from . import _C
 from ._C import Group, UsageError
@@ -84,7 +85,9 @@ def _create_backend(options, backend_options: Options | None) -> dist.Backend:
     elif world is not None:
         if backend_options is not None:
             raise UsageError("sub-groups have the options of the default process group: pass none to new_group")
-        group = world.subgroup(ranks)
+        # PyTorch's default stands for none: ranks are awaited as long as those of the default process group were.
+        given = options.timeout if options.timeout != default_pg_timeout else None
+        group = world.subgroup(ranks, given)
     else:
         _timeout, _excepthook = options.timeout, sys.excepthook
         transport = (backend_options or Options()).transport

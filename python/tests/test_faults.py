@@ -131,6 +131,20 @@ def test_PY04_a_group_has_a_timeout_of_its_own():
     assert on_ranks(run)[0] < 2
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp", "gloo"])
+def test_PY04_a_group_that_a_rank_does_not_make_ends_after_its_own_timeout(transport):
+    def run(rank):
+        if rank == 1:
+            time.sleep(4)
+            return None
+        begin = time.monotonic()
+        with pytest.raises(shoal.CommError, match="within 1 s"):
+            dist.new_group([0, 1], timeout=timedelta(seconds=1), use_local_synchronization=True)
+        return time.monotonic() - begin
+
+    assert on_ranks(run, init={"pg_options": shoal.distributed.Options(transport=transport)})[0] < 3
+
+
 def test_PY04_a_wait_with_a_limit_may_be_repeated():
     def run(rank):
         tensor = torch.ones(3)

@@ -74,8 +74,9 @@ class Grounds {
     if (world().size() == 1) return {own};
     const auto& state = *state_of(world().group());
     std::vector<Outcome> all;
-    for (const auto& line : store_gather(*state.world, fmt::format("conformance/{}", count_++), state.world_ranks,
-                                         world().rank(), fmt::format("{}{}", static_cast<int>(own.kind), own.text))) {
+    for (const auto& line :
+         store_gather(*state.world, fmt::format("conformance/{}", count_++), state.world_ranks, world().rank(),
+                      fmt::format("{}{}", static_cast<int>(own.kind), own.text), state.world->rendezvous_limit())) {
       all.push_back({static_cast<Outcome::Kind>(line.at(0) - '0'), line.substr(1)});
     }
     return all;

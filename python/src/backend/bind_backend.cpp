@@ -55,8 +55,8 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("name", &Group::name)
       .def_property_readonly("transport", &Group::transport,
                              "\"host\", \"tcp\", \"host+tcp\", \"gloo\", \"identity\", ...")
-      .def("subgroup", &Group::subgroup, py::arg("ranks"), ReleaseGil(),
-           "The group of some of this group's ranks. Collective over those ranks.")
+      .def("subgroup", &Group::subgroup, py::arg("ranks"), py::arg("timeout") = py::none(), ReleaseGil(),
+           "The group of some of this group's ranks. Collective over those ranks. timeout: of the wait for them.")
       .def("__repr__", [](const Group& group) {
         return fmt::format("<shoal.Group '{}', rank {} of {}, transport {}>", group.name(), group.rank(), group.size(),
                            group.transport());

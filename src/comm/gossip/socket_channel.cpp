@@ -283,7 +283,8 @@ std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
     line = fmt::format("- {}", error.what());
   }
   const auto topic = fmt::format("gossip/{}/{}", state->name, state->progress->gossip_channels++);
-  const auto lines = store_gather(*state->world, topic, state->world_ranks, state->rank, line);
+  const auto lines =
+      store_gather(*state->world, topic, state->world_ranks, state->rank, line, state->world->rendezvous_limit());
   std::vector<GossipAddress> addresses;
   for (size_t rank = 0; rank < lines.size(); ++rank) {
     if (lines[rank][0] == '-') {

@@ -245,7 +245,7 @@ at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) cons
   return state_->transport->allocate(numel, options);
 }
 
-Group Group::subgroup(const std::vector<int>& ranks) const {
+Group Group::subgroup(const std::vector<int>& ranks, std::optional<std::chrono::milliseconds> limit) const {
   const std::set<int> distinct(ranks.begin(), ranks.end());
   if (ranks.empty() || distinct.size() != ranks.size() || *distinct.begin() < 0 || *distinct.rbegin() >= size()) {
     throw UsageError(fmt::format("subgroup of ranks [{}]: they must be different and within 0 to {}",
@@ -259,7 +259,7 @@ Group Group::subgroup(const std::vector<int>& ranks) const {
   for (const int rank : ranks) world_ranks.push_back(world_rank(rank));
   const int number = state_->progress->subgroups[ranks]++;
   const auto name = fmt::format("{}[{}]#{}", state_->name, fmt::join(ranks, ","), number);
-  Group group(make_group_state(state_->world, name, world_ranks));
+  Group group(make_group_state(state_->world, name, world_ranks, limit));
   for (const auto& log : state_->logs) group = group.recorded(log);
   return group;
 }

@@ -33,6 +33,7 @@ namespace {
 constexpr const char* check_suffix = "/checks";
 constexpr Milliseconds patience_of_polls(100);
 constexpr Milliseconds patience_with_ended(5000);
+constexpr Milliseconds longest_wait = std::chrono::hours(24 * 365 * 10);  // deadlines must not overflow
 }  // namespace
 
 bool compares_calls(const std::string& group) {
@@ -40,7 +41,7 @@ bool compares_calls(const std::string& group) {
 }
 
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
-                                             std::vector<int> world_ranks) {
+                                             std::vector<int> world_ranks, std::optional<Milliseconds> limit) {
   auto state = std::make_shared<GroupState>();
   const int world_rank = world->placement.rank;
   const auto found = std::find(world_ranks.begin(), world_ranks.end(), world_rank);
@@ -49,7 +50,8 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->world_ranks = std::move(world_ranks);
   state->world = std::move(world);
   state->progress = std::make_shared<GroupProgress>();
-  state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
+  state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks,
+                                      std::min(limit.value_or(state->world->rendezvous_limit()), longest_wait));
   state->progress->transport = state->transport;
   state->world->groups.add(state->progress);
   const bool is_check = compares_calls(state->name);
@@ -59,7 +61,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
     state->progress->flight_group = recorder->add_group(state->name, state->world_ranks);
   }
   if (compares_later && state->world->options.check_agreement) {
-    state->progress->checks = make_group_state(state->world, state->name + check_suffix, state->world_ranks);
+    state->progress->checks = make_group_state(state->world, state->name + check_suffix, state->world_ranks, limit);
   }
   return state;
 }
@@ -236,10 +238,9 @@ bool PendingWork::wait_for(Milliseconds limit, bool to_the_end) {
 }
 
 Milliseconds PendingWork::timeout() const {
-  constexpr Milliseconds longest = std::chrono::hours(24 * 365 * 10);  // deadlines must not overflow
-  if (call_.timeout) return std::min(*call_.timeout, longest);
+  if (call_.timeout) return std::min(*call_.timeout, longest_wait);
   const Milliseconds of_group(group_->progress->timeout_ms.load());
-  return of_group.count() > 0 ? std::min(of_group, longest)
+  return of_group.count() > 0 ? std::min(of_group, longest_wait)
                               : std::chrono::seconds(group_->world->options.timeout_seconds);
 }
 

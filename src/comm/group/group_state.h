@@ -89,9 +89,9 @@ struct GroupState {
 // Whether the group of this name exists to compare calls of another group.
 bool compares_calls(const std::string& group);
 const std::shared_ptr<GroupState>& state_of(const Group& group);
-// Creates the transport of these ranks. Collective over them.
+// Creates the transport of these ranks. Collective over them. limit: see Group::subgroup.
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
-                                             std::vector<int> world_ranks);
+                                             std::vector<int> world_ranks, std::optional<Milliseconds> limit = {});
 
 // DisagreeError on all ranks if ranks call different things. Only if the world is configured so and the transport does
 // not check this itself.

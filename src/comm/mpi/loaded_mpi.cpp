@@ -56,10 +56,11 @@ std::string why_no_mpi() {
   return loaded().why_not;
 }
 
-std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank) {
+std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank,
+                                              Milliseconds limit) {
   if (loaded().connect == nullptr) throw UsageError("transport mpi: " + loaded().why_not);
   std::shared_ptr<Transport> made;
-  loaded().connect(world, world_ranks, rank, made);
+  loaded().connect(world, world_ranks, rank, limit, made);
   return made;
 }
 

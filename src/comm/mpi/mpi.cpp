@@ -328,14 +328,16 @@ std::string why_no_mpi() {
   return {};
 }
 
-std::shared_ptr<Transport> connect_over_mpi(const WorldState& world, const std::vector<int>& world_ranks, int rank) {
+std::shared_ptr<Transport> connect_over_mpi(const WorldState& world, const std::vector<int>& world_ranks, int rank,
+                                            Milliseconds limit) {
   start_mpi(world, process_environment());
-  return std::make_shared<MpiTransport>(std::make_shared<MpiCommunicator>(world, world_ranks), rank,
+  return std::make_shared<MpiTransport>(std::make_shared<MpiCommunicator>(world, world_ranks, limit), rank,
                                         static_cast<int>(world_ranks.size()));
 }
 
-std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank) {
-  return connect_over_mpi(world, world_ranks, rank);
+std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank,
+                                              Milliseconds limit) {
+  return connect_over_mpi(world, world_ranks, rank, limit);
 }
 
 }  // namespace shoal

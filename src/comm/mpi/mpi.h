@@ -17,12 +17,15 @@ std::string why_no_mpi();
 
 // MPI communicator of these world ranks. Collective over them. The first call initialises MPI unless the program has
 // done so, and finalises it at normal exit. UsageError if MPI gives this process another rank than the world does.
-std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank);
+// limit: of the wait for the others.
+std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank,
+                                              Milliseconds limit);
 
 // The same in mpi.cpp alone, and as loaded_mpi.cpp finds it in a library.
-std::shared_ptr<Transport> connect_over_mpi(const WorldState& world, const std::vector<int>& world_ranks, int rank);
+std::shared_ptr<Transport> connect_over_mpi(const WorldState& world, const std::vector<int>& world_ranks, int rank,
+                                            Milliseconds limit);
 
 }  // namespace shoal
 
 extern "C" void shoal_connect_over_mpi(const shoal::WorldState& world, const std::vector<int>& world_ranks, int rank,
-                                       std::shared_ptr<shoal::Transport>& made);
+                                       shoal::Milliseconds limit, std::shared_ptr<shoal::Transport>& made);

@@ -3,6 +3,6 @@
 #include "comm/mpi/mpi.h"
 
 void shoal_connect_over_mpi(const shoal::WorldState& world, const std::vector<int>& world_ranks, int rank,
-                            std::shared_ptr<shoal::Transport>& made) {
-  made = shoal::connect_over_mpi(world, world_ranks, rank);
+                            shoal::Milliseconds limit, std::shared_ptr<shoal::Transport>& made) {
+  made = shoal::connect_over_mpi(world, world_ranks, rank, limit);
 }

@@ -128,8 +128,8 @@ void start_mpi(const WorldState& world, const Environment& environment) {
   }
 }
 
-MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks) {
-  const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks,
+                                 std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   WhileWaiting while_waiting(world.options.while_waiting);
   try {
@@ -138,7 +138,10 @@ MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>
       return std::chrono::steady_clock::now() > deadline;
     };
     const auto made = unless(late, [world_ranks] { return create(world_ranks); });
-    if (!made) throw std::runtime_error(fmt::format("not all of them made the group within {} s", limit.count()));
+    if (!made) {
+      throw std::runtime_error(
+          fmt::format("not all of them made the group within {} s", std::chrono::duration<double>(limit).count()));
+    }
     communicator_ = *made;
   } catch (const std::runtime_error& error) {
     throw CommError(fmt::format("cannot connect {} ranks over MPI: {}", world_ranks.size(), error.what()));

@@ -3,6 +3,7 @@
 
 #include <mpi.h>
 
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -22,7 +23,7 @@ void start_mpi(const WorldState& world, const Environment& environment);
 // Communicator of some world ranks, numbered in the given order. Collective over them.
 class MpiCommunicator {
  public:
-  MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks);
+  MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks, std::chrono::milliseconds limit);
   ~MpiCommunicator();
   MpiCommunicator(const MpiCommunicator&) = delete;
   MpiCommunicator& operator=(const MpiCommunicator&) = delete;

@@ -13,7 +13,7 @@ std::string why_no_mpi() {
   return "not in this build: install an MPI (Debian: libopenmpi-dev) and build again";
 }
 
-std::shared_ptr<Transport> make_mpi_transport(const WorldState&, const std::vector<int>&, int) {
+std::shared_ptr<Transport> make_mpi_transport(const WorldState&, const std::vector<int>&, int, Milliseconds) {
   throw UsageError("transport mpi is " + why_no_mpi());
 }
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -48,6 +49,9 @@ class GroupList {
 struct WorldState {
   // A forked child has the parent's groups, but neither its threads nor its place in the job.
   bool is_forked_copy() const { return getpid() != pid; }
+  std::chrono::milliseconds rendezvous_limit() const {
+    return std::chrono::seconds(options.rendezvous_timeout_seconds);
+  }
 
   const int pid = getpid();
   WorldOptions options;

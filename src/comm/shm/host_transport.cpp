@@ -332,8 +332,7 @@ std::byte* open_block(const WorldState& world, PeerMemory& memory, const SharedP
 
 // The others can open rank 0's memory only while rank 0 lives, and a program may end right after it has begun.
 void await_others(const WorldState& world, const ControlLayout& control, const std::string& name,
-                  const std::vector<int>& world_ranks) {
-  const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+                  const std::vector<int>& world_ranks, Milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   WhileWaiting while_waiting(world.options.while_waiting);
   while (control.block().opened.load() < world_ranks.size()) {
@@ -341,8 +340,8 @@ void await_others(const WorldState& world, const ControlLayout& control, const s
     if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
     while_waiting.look();
     if (std::chrono::steady_clock::now() > deadline) {
-      throw CommError(
-          fmt::format("not all ranks opened the shared memory of group '{}' within {} s", name, limit.count()));
+      throw CommError(fmt::format("not all ranks opened the shared memory of group '{}' within {} s", name,
+                                  std::chrono::duration<double>(limit).count()));
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -351,7 +350,7 @@ void await_others(const WorldState& world, const ControlLayout& control, const s
 }  // namespace
 
 HostTransport make_host_transport(const WorldState& world, const std::string& name, int rank,
-                                  const std::vector<int>& world_ranks) {
+                                  const std::vector<int>& world_ranks, Milliseconds limit) {
   const auto& peers = world.meeting.peers;
   const auto& own = peers[world_ranks[rank]];
   for (const int other : world_ranks) {
@@ -377,7 +376,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   } catch (const std::exception& error) {
     line = fmt::format("- - {}", error.what());
   }
-  const auto lines = store_gather(world, "host/" + name, world_ranks, rank, line);
+  const auto lines = store_gather(world, "host/" + name, world_ranks, rank, line, limit);
   for (int other = 0; other < size; ++other) {
     if (lines[other][0] != '-') continue;
     if (own_block != nullptr) world.memory->free(own_block);
@@ -390,7 +389,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
     base = rank == 0 ? own_block : open_block(world, *memories[0], place, world_ranks);
     const ControlLayout control(base, size);
     control.block().opened.fetch_add(1);
-    if (rank == 0) await_others(world, control, name, world_ranks);
+    if (rank == 0) await_others(world, control, name, world_ranks, limit);
   } catch (...) {
     auto* memory = world.memory.get();
     if (own_block != nullptr) memory->retire([] { return false; }, [memory, own_block] { memory->free(own_block); });

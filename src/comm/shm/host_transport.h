@@ -17,8 +17,8 @@ struct HostTransport {
 };
 
 // Collective over `world_ranks`; all of them get a transport or none does. Requires that all ranks run on one host as
-// the same user, and that each can open every other one's memory.
+// the same user, and that each can open every other one's memory. limit: of each wait for the others.
 HostTransport make_host_transport(const WorldState& world, const std::string& name, int rank,
-                                  const std::vector<int>& world_ranks);
+                                  const std::vector<int>& world_ranks, Milliseconds limit);
 
 }  // namespace shoal

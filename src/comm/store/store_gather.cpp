@@ -13,13 +13,14 @@ namespace shoal {
 using SteadyClock = std::chrono::steady_clock;
 
 std::vector<std::string> store_gather(const WorldState& world, const std::string& topic,
-                                      const std::vector<int>& world_ranks, int rank, const std::string& own) {
+                                      const std::vector<int>& world_ranks, int rank, const std::string& own,
+                                      std::chrono::milliseconds limit) {
   const auto key = [&](size_t of) { return fmt::format("{}/exchange/{}/{}", world.meeting.prefix, topic, of); };
   auto& store = *world.meeting.store;
   store_set(store, key(rank), own);
   std::vector<std::string> keys;
   for (size_t other = 0; other < world_ranks.size(); ++other) keys.push_back(key(other));
-  const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  const auto deadline = SteadyClock::now() + limit;
   for (int attempt = 0; !store.check(keys); ++attempt) {
     if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
     if (attempt % 100 == 99) {
@@ -46,7 +47,7 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
       throw CommError(
           fmt::format("not all ranks reached {} within {} s: rank {} has not made this group, which each of its "
                       "ranks must, with the same ranks (in Python, every rank calls new_group())",
-                      topic, world.options.rendezvous_timeout_seconds, fmt::join(late, ", ")));
+                      topic, std::chrono::duration<double>(limit).count(), fmt::join(late, ", ")));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -1,6 +1,7 @@
 #pragma once
 // All-gather of a line of text through the store, for a group that cannot communicate yet.
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -9,8 +10,9 @@ namespace shoal {
 struct WorldState;
 
 // Gathers the lines `own` of all ranks, in rank order. `topic` is unique in the job; `rank` is this rank's index in
-// `world_ranks`. Collective over `world_ranks`. Throws CommError if one of them is dead or does not arrive in time.
+// `world_ranks`. Collective over `world_ranks`. Throws CommError if one of them is dead or does not arrive within the limit.
 std::vector<std::string> store_gather(const WorldState& world, const std::string& topic,
-                                      const std::vector<int>& world_ranks, int rank, const std::string& own);
+                                      const std::vector<int>& world_ranks, int rank, const std::string& own,
+                                      std::chrono::milliseconds limit);
 
 }  // namespace shoal

@@ -123,8 +123,14 @@ class CallFrom {
 // Each rank calls those before it.
 class Connecting {
  public:
-  Connecting(const WorldState& world, const std::string& group, int rank, const std::vector<int>& world_ranks)
-      : world_(world), group_(group), rank_(rank), world_ranks_(world_ranks), links_(world_ranks.size()) {}
+  Connecting(const WorldState& world, const std::string& group, int rank, const std::vector<int>& world_ranks,
+             std::chrono::milliseconds limit)
+      : world_(world),
+        group_(group),
+        rank_(rank),
+        world_ranks_(world_ranks),
+        limit_(limit),
+        links_(world_ranks.size()) {}
 
   std::vector<std::unique_ptr<Link>> run() {
     const auto address = world_.listen_address.empty() ? "127.0.0.1" : world_.listen_address;
@@ -135,7 +141,7 @@ class Connecting {
     } catch (const std::exception& error) {
       line = fmt::format("- {}", error.what());
     }
-    const auto lines = store_gather(world_, "tcp/" + group_, world_ranks_, rank_, line);
+    const auto lines = store_gather(world_, "tcp/" + group_, world_ranks_, rank_, line, limit_);
     calls_.resize(rank_);
     for (int other = 0; other < static_cast<int>(lines.size()); ++other) {
       const auto& place = lines[other];
@@ -143,7 +149,7 @@ class Connecting {
       const auto blank = place.find(' ');
       if (other < rank_) calls_[other].emplace(place.substr(0, blank), std::stoull(place.substr(blank + 1)), rank_);
     }
-    const auto deadline = Time::now() + std::chrono::seconds(world_.options.rendezvous_timeout_seconds);
+    const auto deadline = Time::now() + limit_;
     auto next_look = Time::now();
     while (!advance()) {
       if (Time::now() > next_look) {
@@ -207,7 +213,7 @@ class Connecting {
     for (int other = 0; other < static_cast<int>(links_.size()); ++other) {
       if (other == rank_ || links_[other]) continue;
       throw CommError(
-          failure(other, fmt::format("has not connected within {} s", world_.options.rendezvous_timeout_seconds)),
+          failure(other, fmt::format("has not connected within {} s", std::chrono::duration<double>(limit_).count())),
           other);
     }
   }
@@ -225,6 +231,7 @@ class Connecting {
   const std::string& group_;
   const int rank_;
   const std::vector<int>& world_ranks_;
+  const std::chrono::milliseconds limit_;
   const uint64_t key_ = random_key();
   Descriptor listening_;
   std::vector<std::optional<CallTo>> calls_;  // by rank
@@ -235,8 +242,8 @@ class Connecting {
 }  // namespace
 
 std::vector<std::unique_ptr<Link>> connect_ranks(const WorldState& world, const std::string& group, int rank,
-                                                 const std::vector<int>& world_ranks) {
-  return Connecting(world, group, rank, world_ranks).run();
+                                                 const std::vector<int>& world_ranks, std::chrono::milliseconds limit) {
+  return Connecting(world, group, rank, world_ranks, limit).run();
 }
 
 }  // namespace shoal::tcp

@@ -1,6 +1,7 @@
 #pragma once
 // Connections between all ranks of a group.
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,8 +16,8 @@ namespace shoal::tcp {
 
 // One connection to every other rank, by rank; nullptr for this one. Both ends of each have proved that they belong to the
 // job. Collective over `world_ranks`, of which `rank` is this rank's place. CommError if a rank is dead, cannot be reached
-// or does not arrive in time.
+// or does not arrive within the limit.
 std::vector<std::unique_ptr<Link>> connect_ranks(const WorldState& world, const std::string& group, int rank,
-                                                 const std::vector<int>& world_ranks);
+                                                 const std::vector<int>& world_ranks, std::chrono::milliseconds limit);
 
 }  // namespace shoal::tcp

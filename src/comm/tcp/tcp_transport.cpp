@@ -195,8 +195,8 @@ std::string TcpWork::waits_for() {
 }  // namespace
 
 std::shared_ptr<Transport> make_tcp_transport(const WorldState& world, const std::string& group, int rank,
-                                              const std::vector<int>& world_ranks) {
-  return std::make_shared<TcpTransport>(tcp::connect_ranks(world, group, rank, world_ranks), rank, world_ranks);
+                                              const std::vector<int>& world_ranks, Milliseconds limit) {
+  return std::make_shared<TcpTransport>(tcp::connect_ranks(world, group, rank, world_ranks, limit), rank, world_ranks);
 }
 
 }  // namespace shoal

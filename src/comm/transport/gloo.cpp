@@ -89,13 +89,16 @@ void await_all(c10d::Store& store, int rank, int size) {
   store.wait({all});
 }
 
-// Gloo waits for ranks that do not come until its deadline, in a thread of its own, so that the program is asked
-// meanwhile. In an elastic job they are not waited for.
+// Gloo waits for ranks that do not come as long as for an operation, in a thread that is left behind then. In an elastic job
+// they are not waited for.
 c10::intrusive_ptr<TaggedGloo> connect(const WorldState& world, const std::string& name,
                                        const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                       const c10::intrusive_ptr<c10d::ProcessGroupGloo::Options>& options) {
-  const auto work = [name, store, rank, size, options, released_groups = world.released_groups,
-                     address = world.listen_address] {
+                                       const c10::intrusive_ptr<c10d::ProcessGroupGloo::Options>& options,
+                                       Milliseconds limit) {
+  const auto failure = [name, address = world.listen_address](const std::string& why) {
+    return CommError(fmt::format("cannot connect the ranks of group '{}' over Gloo at {}: {}", name, address, why));
+  };
+  const auto work = [failure, store, rank, size, options, released_groups = world.released_groups] {
     try {
       released_groups->end_unreferenced(/*aside=*/thread_stays);
       auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
@@ -104,33 +107,37 @@ c10::intrusive_ptr<TaggedGloo> connect(const WorldState& world, const std::strin
     } catch (const std::exception& error) {
       const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
       const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
-      throw CommError(fmt::format("cannot connect the ranks of group '{}' over Gloo at {}: {}", name, address,
-                                  text.substr(0, text.find('\n'))));
+      throw failure(text.substr(0, text.find('\n')));
     }
   };
   WhileWaiting while_waiting(world.options.while_waiting);
+  const auto deadline = std::chrono::steady_clock::now() + limit;
   const auto given_up = [&] {
     while_waiting.look();
-    return world.watch && world.watch->raised();
+    if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
+    return std::chrono::steady_clock::now() > deadline;
   };
   const auto connected = unless(given_up, work);
-  if (!connected) throw CommError(world.watch->why());
+  if (!connected) {
+    throw failure(fmt::format("not all of them made it within {} s", std::chrono::duration<double>(limit).count()));
+  }
   return *connected;
 }
 
 }  // namespace
 
-std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size) {
+std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size,
+                                               Milliseconds limit) {
   using c10d::ProcessGroupGloo;
   const WithoutSigpipe guard;  // for the thread that connects, and for all of Gloo's: the device has one
   auto options = ProcessGroupGloo::Options::create();
   options->devices.push_back(ProcessGroupGloo::createDeviceForHostname(world.listen_address));
-  // Connecting has the rendezvous's deadline. Our own waits name the culprit; Gloo's deadline is a fallback.
+  // Our own waits name the culprit; Gloo's deadline is a fallback.
   options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
-  store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
+  store->setTimeout(limit);
   watch_threads();
-  const auto connected = connect(world, name, store, rank, size, options);
+  const auto connected = connect(world, name, store, rank, size, options, limit);
   std::function<void(const Call&)> tag;  // none for groups that compare calls, whose ranks may call different things
   if (!compares_calls(name)) tag = [gloo = connected.get()](const Call& call) { gloo->tag_next(call); };
   auto transport = make_c10d_transport("gloo", connected, tag, [gloo = connected.get()] { gloo->disconnect(); });
