@@ -20,15 +20,15 @@ shift
 SHOAL_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export SHOAL_SECRET
 
-trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1  # the time is nearly over
-trap : TERM                                          # Slurm tells the ranks too; this shell waits for them
+trap 'told=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1  # the time is nearly over
+trap told=1 TERM                                             # Slurm tells the ranks too; this shell waits for them
 srun shoal train --save "$run" --resume latest "$@" &
 ranks=$!
-wait $ranks
-code=$?
-while kill -0 $ranks 2>/dev/null; do  # a signal has ended the wait
+while true; do
+  told=
   wait $ranks
   code=$?
+  [ "$told" ] || break  # otherwise a signal may have ended the wait; the shell keeps the code of ranks that have ended
 done
 # 130: the ranks were told to stop, and have saved. The job goes back into the queue unless it was cancelled.
 if [ $code -eq 130 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then

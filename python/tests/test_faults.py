@@ -145,6 +145,14 @@ def test_PY04_a_group_that_a_rank_does_not_make_ends_after_its_own_timeout(trans
     assert on_ranks(run, init={"pg_options": shoal.distributed.Options(transport=transport)})[0] < 3
 
 
+def test_PY04_a_group_whose_timeout_is_no_time_is_refused_on_all_ranks():
+    def run(rank):
+        with pytest.raises(shoal.UsageError, match="its timeout must be at least 1 ms"):
+            dist.new_group([0, 1], timeout=timedelta(0))
+
+    on_ranks(run)
+
+
 def test_PY04_a_wait_with_a_limit_may_be_repeated():
     def run(rank):
         tensor = torch.ones(3)

@@ -36,11 +36,12 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", "shoal " SHOAL_VERSION);
   app.require_subcommand(1);
   shoal::cli::Action chosen;
+  std::vector<std::string> program;
   shoal::cli::add_train_command(app, line, chosen);
   shoal::cli::add_bench_command(app, line, chosen);
   shoal::cli::add_plan_command(app, chosen);
   shoal::cli::add_topology_command(app, chosen);
-  shoal::cli::add_launch_command(app, chosen);
+  shoal::cli::add_launch_command(app, program, chosen);
   shoal::cli::add_checkpoint_command(app, chosen);
   shoal::cli::add_top_command(app, chosen);
   shoal::cli::add_report_command(app, chosen);
@@ -49,8 +50,9 @@ int run(int argc, char** argv) {
   shoal::cli::add_doctor_command(app, chosen);
   shoal::cli::add_completion_command(app, chosen);
   shoal::cli::check_values(app);
+  program = shoal::cli::take_program(app, line);
   try {
-    app.parse(argc, argv);
+    app.parse(std::vector<std::string>(line.rbegin(), line.rend() - 1));
   } catch (const CLI::Success& help) {
     return app.exit(help);
   } catch (const CLI::Error& error) {

@@ -193,7 +193,11 @@ void Job::step() {
   output_.drain();
   const auto asked = signals_.asked();
   if (asked.to_stop > 0) interrupt(asked.to_stop);
-  if (asked.who_waits) print_verdict();
+  if (asked.who_waits && options_.flight_recorder.empty()) {
+    output_.say("who waits for whom is in the flight recorders of the ranks, which need --flight-recorder FOLDER");
+  } else if (asked.who_waits) {
+    print_verdict();
+  }
   reap();
   if (options_.nodes > 1) store_.set_members(ranks_.members());
   look_at_other_nodes();
@@ -316,9 +320,14 @@ void Job::forward_the_rest() {
 void Job::print_verdict() {
   if (options_.flight_recorder.empty()) return;
   try {
-    for (const auto& sentence : verdict(read_flights({options_.flight_recorder}))) {
-      output_.say("{}", sentence);
-    }
+    auto flights = read_flights({options_.flight_recorder});
+    const auto began = std::chrono::nanoseconds(began_.time_since_epoch()).count();
+    const auto is_of_earlier_job = [&](const Flight& flight) {  // on other hosts, clocks may differ
+      return flight.state && !flight.records.empty() && flight.epoch_ns + flight.records.back().entered < began;
+    };
+    std::erase_if(flights, is_of_earlier_job);
+    if (flights.empty()) throw UsageError(options_.flight_recorder + ": no rank of this job has a flight recorder yet");
+    for (const auto& sentence : verdict(flights)) output_.say("{}", sentence);
   } catch (const UsageError& error) {  // the ranks may have failed before they had a recorder
     output_.say("{}", error.what());
   }

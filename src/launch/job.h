@@ -1,6 +1,7 @@
 #pragma once
 // A job's ranks on this host, from start to end.
 
+#include <chrono>
 #include <optional>
 #include <string>
 
@@ -54,6 +55,7 @@ class Job {
 
   const LaunchOptions& options_;
   const int first_ranks_;
+  const std::chrono::system_clock::time_point began_ = std::chrono::system_clock::now();
   Signals signals_;
   Output output_;
   const std::string id_;

@@ -23,8 +23,12 @@ void LaunchOptions::validate() const {
     faults.push_back(fmt::format("node {} of {}: give 0 to the number of nodes less 1", node, nodes));
   } else if (nodes > max_ranks || int64_t{ranks} * nodes > max_ranks) {
     faults.push_back(fmt::format("{} nodes of {} ranks: give at most {} ranks in all", nodes, ranks, max_ranks));
-  } else if (min_ranks < 0 || min_ranks > ranks * nodes) {
+  } else if (ranks >= 1 && (min_ranks < 0 || min_ranks > ranks * nodes)) {
     faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks * nodes, ranks * nodes));
+  }
+  if (keep_going && min_ranks != 0) {
+    faults.emplace_back(
+        "--keep-going goes on with any number of ranks, and --elastic with at least MIN: give one of them");
   }
   if (nodes > 1 && port == 0) faults.emplace_back("several nodes: give all launchers the same port");
   if (join && (nodes != 1 || node != 0))

@@ -36,6 +36,8 @@ Variables rank_variables(const LaunchOptions& options, const RankPlace& place, c
   if (!job.secret.empty()) list.emplace_back("SHOAL_SECRET", job.secret);
   newcomers.add_variables(place.rank, list);
   if (!options.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options.flight_recorder);
+  // Python would write into a pipe once it has 8 KiB, and lose them where it is killed.
+  if (options.prefix_output && !process_environment()("PYTHONUNBUFFERED")) list.emplace_back("PYTHONUNBUFFERED", "1");
   if (options.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
     const int threads = options.threads > 0 ? options.threads : threads_per_rank(options.ranks);
     list.emplace_back("OMP_NUM_THREADS", std::to_string(threads));

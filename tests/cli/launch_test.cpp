@@ -42,6 +42,29 @@ TEST(Launch, gives_each_rank_torchruns_variables_and_prefixes_its_lines) {
   }
 }
 
+TEST(Launch, the_words_of_the_program_are_passed_as_they_are) {
+  const std::vector<std::string> words{"[1,2]", "", "[]", "[[a],[b]]", "--threads", "3", "--json=x", "--", "-n"};
+  std::string all;
+  for (const auto& word : words) all += "<" + word + ">";
+  for (const bool marked : {true, false}) {
+    std::vector<std::string> line{"-n", "1", "--grace=2"};
+    if (marked) line.emplace_back("--");
+    line.insert(line.end(), {"printf", "<%s>"});
+    line.insert(line.end(), words.begin(), words.end());
+    const auto ended = launch(line);
+    EXPECT_EQ(ended.output, "[0] " + all + "\n") << marked;
+  }
+  EXPECT_TRUE(contains(launch({"-n", "1", "--lr", "0.1", "true"}), "there is no option --lr"));
+  EXPECT_TRUE(contains(launch({"-n", "1", "--"}), "program is required"));
+}
+
+TEST(Launch, lines_of_python_are_there_when_a_rank_is_killed) {
+  const auto ended = run({"env", "-u", "PYTHONUNBUFFERED", SHOAL, "launch", "-n", "1", "--", PYTHON, "-c",
+                          "import os; print('written'); os.kill(os.getpid(), 9)"},
+                         60);
+  EXPECT_TRUE(contains(ended, "[0] written\n")) << ended.output;
+}
+
 // Launchers of two nodes with two ranks each, here on one host.
 std::vector<Ended> launch_nodes(const std::vector<std::string>& arguments) {
   const auto port = std::to_string(free_port());
@@ -280,6 +303,7 @@ TEST(Launch, ELA06_a_newcomer_starts_a_job_of_its_own) {
 TEST(Launch, ELA06_limits_of_an_elastic_job_are_checked) {
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:2", "--", "true"}), "give 3 to 1024")) << "fewer than begin";
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:2000", "--", "true"}), "give 3 to 1024"));
+  EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "2", "--keep-going", "--", "true"}), "give one of them"));
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "x", "--", "true"}), "give MIN or MIN:MAX"));
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:", "--", "true"}), "give MIN or MIN:MAX"));
   EXPECT_TRUE(
@@ -678,6 +702,20 @@ TEST(Launch, flight_recorders_name_the_rank_that_is_waited_for) {
   EXPECT_EQ(told.code, 0);
   EXPECT_TRUE(contains(told, "rank 2 never entered #")) << told.output;
   EXPECT_TRUE(contains(told, "rank 0 of 3, pid ")) << told.output;
+}
+
+TEST(Launch, flight_recorders_of_an_earlier_job_say_nothing_of_this_one) {
+  const TempFolder folder;
+  launch({"-n", "2", "--flight-recorder", folder.path(), "--", FAULT_RANK, "forward", "1"});
+  const auto ended = launch({"-n", "2", "--flight-recorder", folder.path(), "--", "sh", "-c", "exit 5"});
+  EXPECT_EQ(ended.code, 5);
+  EXPECT_TRUE(contains(ended, "no rank of this job has a flight recorder yet")) << ended.output;
+}
+
+TEST(Launch, sigusr1_without_flight_recorders_is_answered) {
+  const auto ended = run(
+      {"sh", "-c", std::string(SHOAL) + " launch -n 1 -- sleep 2 & pid=$!; sleep 1; kill -USR1 $pid; wait $pid"}, 20);
+  EXPECT_TRUE(contains(ended, "need --flight-recorder FOLDER")) << ended.output;
 }
 
 TEST(Launch, sigusr1_asks_the_flight_recorders_of_running_ranks) {

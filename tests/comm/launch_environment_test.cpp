@@ -100,6 +100,14 @@ TEST(Rendezvous, the_program_is_asked_while_ranks_are_missing_and_may_end_the_wa
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_THROW(meet(placement, {}, "", options), Enough);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(3));
+  // Rank 1 comes then, and must not wait for one that has gone: both begin again together.
+  placement.rank = 1;
+  try {
+    meet(placement, {}, "", {.rendezvous_timeout_seconds = 20});
+    ADD_FAILURE() << "they have met";
+  } catch (const DisagreeError& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 0 has stopped waiting for rank(s) 1"), std::string::npos);
+  }
 }
 
 TEST(LaunchEnvironment, nothing_set_means_alone) {

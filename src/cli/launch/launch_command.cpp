@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/environment.h"
 #include "cli/commands.h"
 #include "cli/launch/elastic_range.h"
 #include "cli/train/report.h"
@@ -31,9 +32,32 @@ void require_known_address(const std::string& address, int port) {
   }
 }
 
+// Whether the option's value is the next word.
+bool takes_next_word(const CLI::App& command, const std::string& word) {
+  const auto* option = command.get_option_no_throw(word);
+  return option != nullptr && option->get_items_expected_max() > 0;
+}
+
 }  // namespace
 
-void add_launch_command(CLI::App& app, Action& chosen) {
+// CLI11 would look for options among them, and cut words in brackets at commas.
+std::vector<std::string> take_program(const CLI::App& app, std::vector<std::string>& line) {
+  if (line.size() < 2 || line[1] != "launch") return {};
+  const auto& command = *app.get_subcommand("launch");
+  auto word = line.begin() + 2;
+  while (word != line.end() && *word != "--" && word->starts_with('-')) {
+    const bool pair = takes_next_word(command, *word) && word + 1 != line.end();
+    word += pair ? 2 : 1;
+  }
+  const auto first = word != line.end() && *word == "--" ? word + 1 : word;
+  std::vector<std::string> program(first, line.end());
+  if (program.empty()) return program;
+  line.erase(word, line.end());
+  line.insert(line.end(), {"--", "PROGRAM"});
+  return program;
+}
+
+void add_launch_command(CLI::App& app, const std::vector<std::string>& program, Action& chosen) {
   auto* command = app.add_subcommand("launch", "start N ranks of a program on this host, or on each of several");
   command->footer("The ranks get torchrun's environment variables. Example: shoal launch -n 4 -- ./train --lr 0.1");
   const auto options = std::make_shared<LaunchOptions>();
@@ -58,8 +82,10 @@ void add_launch_command(CLI::App& app, Action& chosen) {
       ->add_option("--stop-grace", options->stop_seconds,
                    "seconds for the ranks to end after the first Ctrl-C, SIGTERM or SIGHUP; a second signal kills them")
       ->capture_default_str();
-  command->add_option("--flight-recorder", options->flight_recorder,
-                      "folder for the flight recorders, which keep each rank's last collectives; see shoal flight");
+  command->add_option(
+      "--flight-recorder", options->flight_recorder,
+      "folder for the flight recorders, which keep each rank's last collectives; see shoal flight (default: "
+      "SHOAL_FLIGHT_RECORDER)");
   command->add_flag("--keep-going", options->keep_going,
                     "keep the other ranks running when a rank fails (decentralized training continues without it)");
   const auto elastic = std::make_shared<std::string>();
@@ -79,7 +105,11 @@ void add_launch_command(CLI::App& app, Action& chosen) {
   const auto json = std::make_shared<std::string>();
   command->add_option("--json", *json, "write ranks, exit code and seconds as JSON to this file at the end");
   command->add_option("program", options->command, "program and its arguments, after --")->required();
-  command->callback([options, elastic, json, &chosen] {
+  command->callback([options, elastic, json, &program, &chosen] {
+    options->command = program;
+    if (options->flight_recorder.empty()) {
+      options->flight_recorder = process_environment()("SHOAL_FLIGHT_RECORDER").value_or("");
+    }
     read_elastic(*elastic, *options);
     options->validate();
     require_known_address(options->address, options->port);

@@ -255,6 +255,9 @@ Group Group::subgroup(const std::vector<int>& ranks, std::optional<std::chrono::
     throw UsageError(fmt::format("subgroup of ranks [{}]: rank {} is not a member; only members may call subgroup()",
                                  fmt::join(ranks, ", "), rank()));
   }
+  if (limit && limit->count() < 1) {
+    throw UsageError(fmt::format("subgroup of ranks [{}]: its timeout must be at least 1 ms", fmt::join(ranks, ", ")));
+  }
   std::vector<int> world_ranks;
   for (const int rank : ranks) world_ranks.push_back(world_rank(rank));
   const int number = state_->progress->subgroups[ranks]++;

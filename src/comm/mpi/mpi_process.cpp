@@ -132,20 +132,26 @@ MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>
                                  std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   WhileWaiting while_waiting(world.options.while_waiting);
-  try {
-    const auto late = [&] {
-      while_waiting.look();
-      return std::chrono::steady_clock::now() > deadline;
-    };
-    const auto made = unless(late, [world_ranks] { return create(world_ranks); });
-    if (!made) {
-      throw std::runtime_error(
-          fmt::format("not all of them made the group within {} s", std::chrono::duration<double>(limit).count()));
+  const auto refuse = [ranks = world_ranks.size()](const std::string& why) {
+    throw CommError(fmt::format("cannot connect {} ranks over MPI: {}", ranks, why));
+  };
+  const auto late = [&] {
+    while_waiting.look();
+    return std::chrono::steady_clock::now() > deadline;
+  };
+  const auto made = unless(late, [world_ranks, refuse] {
+    MPI_Comm communicator = MPI_COMM_NULL;
+    try {
+      communicator = create(world_ranks);
+    } catch (const std::runtime_error& error) {
+      refuse(error.what());
     }
-    communicator_ = *made;
-  } catch (const std::runtime_error& error) {
-    throw CommError(fmt::format("cannot connect {} ranks over MPI: {}", world_ranks.size(), error.what()));
+    return communicator;
+  });
+  if (!made) {
+    refuse(fmt::format("not all of them made the group within {} s", std::chrono::duration<double>(limit).count()));
   }
+  communicator_ = *made;
 }
 
 // Local in every known MPI, although the standard allows it to wait for the other ranks.

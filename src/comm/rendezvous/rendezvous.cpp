@@ -220,7 +220,13 @@ class Room {
         fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {} within {} s", fmt::join(missing, ", "),
                                     placement_.size, store_name(placement_), timeout_));
       }
-      pause();
+      try {
+        pause();
+      } catch (...) {  // of the program: all ranks that wait here begin again together
+        give_up(fmt::format("rank {} has stopped waiting for rank(s) {}: it was interrupted", placement_.rank,
+                            fmt::join(missing, ", ")));
+        throw;
+      }
     }
   }
 
@@ -253,6 +259,15 @@ class Room {
     store_set_once(*store_, present_.prefix + "/error", text);
     leave();
     throw E(text);
+  }
+
+  // The same for a failure of the program's own, if the store answers.
+  void give_up(const std::string& text) {
+    try {
+      store_set_once(*store_, present_.prefix + "/error", text);
+      leave();
+    } catch (const std::exception&) {
+    }
   }
 
   // If this process hosts the store, it stays for a few seconds at most, until all ranks that came have read the error.

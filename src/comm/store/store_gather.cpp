@@ -44,6 +44,7 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
     }
     if (SteadyClock::now() > deadline) {
       const auto late = absent();
+      if (late.empty()) continue;  // it has come just now
       throw CommError(
           fmt::format("not all ranks reached {} within {} s: rank {} has not made this group, which each of its "
                       "ranks must, with the same ranks (in Python, every rank calls new_group())",

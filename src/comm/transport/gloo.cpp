@@ -133,7 +133,8 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   auto options = ProcessGroupGloo::Options::create();
   options->devices.push_back(ProcessGroupGloo::createDeviceForHostname(world.listen_address));
   // Our own waits name the culprit; Gloo's deadline is a fallback.
-  options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
+  options->timeout =
+      std::max<Milliseconds>(limit, std::chrono::seconds(world.options.timeout_seconds)) + std::chrono::seconds(30);
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(limit);
   watch_threads();
