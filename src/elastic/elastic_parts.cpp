@@ -234,7 +234,8 @@ int64_t ElasticParts::updated_elements() const {
 
 std::string ElasticParts::in_place_of_lost() const {
   if (sharded_ == nullptr) return "every rank has all parameters and their state";
-  return has_replicas() ? "other ranks of its host update its share of the parameters, which other hosts have, too"
+  return has_replicas() ? "other ranks of its host, if any are left, update its share of the parameters, which other "
+                          "hosts have, too"
                         : "the others update its share of the parameters";
 }
 

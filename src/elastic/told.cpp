@@ -25,7 +25,8 @@ std::string taken_over(const ElasticParts& parts, const GlobalBatch& batch, cons
 }
 
 void tell(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former) {
-  note(former, change.text());
+  note(former, change.text());  // which leaves no room for more
+  if (!change.taken_over.empty()) note(former, change.taken_over);
   if (rank == 0 && !options.metrics.empty()) {
     std::ofstream file(options.metrics, std::ios::app);
     file << change.metrics_line() + '\n' << std::flush;

@@ -164,6 +164,12 @@ TEST(Group, all_to_all_refuses_inputs_and_outputs_that_share_memory) {
   const std::vector<at::Tensor> same(ranks, memory.narrow(0, 0, 2).fill_(2));
   exchange(same, memory.narrow(0, ranks, 2 * ranks).split(2));
   EXPECT_TRUE((memory.narrow(0, ranks, 2 * ranks) == 2).all().item<bool>());
+  // What a rank sends to itself may stay where it is.
+  std::vector<at::Tensor> from(same);
+  std::vector<at::Tensor> to = memory.narrow(0, ranks, 2 * ranks).split(2);
+  from[static_cast<size_t>(group().rank())] = to[static_cast<size_t>(group().rank())].fill_(2);
+  exchange(from, to);
+  EXPECT_TRUE((memory.narrow(0, ranks, 2 * ranks) == 2).all().item<bool>());
 }
 
 TEST(Group, send_and_recv_go_round_a_ring) {

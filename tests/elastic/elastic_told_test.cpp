@@ -88,6 +88,7 @@ TEST(ElasticTold, ELA11_metrics_report_top_and_flight_recorder_tell_who_died_and
 
   const auto flight = test::run({SHOAL, "flight", folder.path()}, 60);
   EXPECT_NE(flight.output.find("rank 0 has ended; 2 ranks go on"), std::string::npos) << flight.output;
+  EXPECT_NE(flight.output.find("every rank has all parameters and their state"), std::string::npos) << flight.output;
 }
 
 // The 745 elements of the net are divided among 3 ranks, and then among 2.

@@ -212,7 +212,7 @@ std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result)
   return step.loss;
 }
 
-// The mean over all samples of the step. Within the step, because the loss of a rank that ends later is lost with it.
+// The mean over the ranks, by their samples. Within the step, because the loss of a rank that ends later is lost with it.
 void Trainer::average_loss(int64_t number, int64_t samples, MeasuredStep& step) const {
   const auto own = static_cast<double>(samples);
   const auto sums = group_.all_reduce({step.loss * own, own}, ReduceOp::sum, {number, -1, "loss"});
