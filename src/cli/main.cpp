@@ -32,7 +32,7 @@ int run(int argc, char** argv) {
   const auto self = std::filesystem::read_symlink("/proc/self/exe", unreadable);
   if (!unreadable) line[0] = self;
 
-  CLI::App app("shoal: data-parallel training on libtorch");
+  CLI::App app("shoal: data-parallel training on libtorch", "shoal");
   app.set_version_flag("--version", "shoal " SHOAL_VERSION);
   app.require_subcommand(1);
   shoal::cli::Action chosen;
