@@ -50,8 +50,8 @@ int run(int argc, char** argv) {
   shoal::cli::add_doctor_command(app, chosen);
   shoal::cli::add_completion_command(app, chosen);
   shoal::cli::check_values(app);
-  program = shoal::cli::take_program(app, line);
   try {
+    program = shoal::cli::take_program(app, line);
     app.parse(std::vector<std::string>(line.rbegin(), line.rend() - 1));
   } catch (const CLI::Success& help) {
     return app.exit(help);

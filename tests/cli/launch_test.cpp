@@ -56,6 +56,7 @@ TEST(Launch, the_words_of_the_program_are_passed_as_they_are) {
   }
   EXPECT_TRUE(contains(launch({"-n", "1", "--lr", "0.1", "true"}), "there is no option --lr"));
   EXPECT_TRUE(contains(launch({"-n", "1", "--"}), "program is required"));
+  EXPECT_TRUE(contains(launch({"-n", "1", "--json", "--", "true"}), "--json has no value before --"));
   EXPECT_TRUE(contains(launch({"--help"}), "Usage: shoal launch [OPTIONS] program..."));
 }
 

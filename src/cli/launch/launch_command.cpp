@@ -47,6 +47,7 @@ std::vector<std::string> take_program(const CLI::App& app, std::vector<std::stri
   auto word = line.begin() + 2;
   while (word != line.end() && *word != "--" && word->starts_with('-')) {
     const bool pair = takes_next_word(command, *word) && word + 1 != line.end();
+    if (pair && *(word + 1) == "--") throw UsageError(fmt::format("launch: {} has no value before --", *word));
     word += pair ? 2 : 1;
   }
   const auto first = word != line.end() && *word == "--" ? word + 1 : word;
