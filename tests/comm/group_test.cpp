@@ -294,6 +294,27 @@ TEST(Group, refuses_wrong_arguments) {
   group().barrier().wait();  // and can continue
 }
 
+TEST(Group, refuses_reductions_that_the_dtype_does_not_have) {
+  EXPECT_THROW(group().all_reduce(at::ones({3}, at::kInt), ReduceOp::avg), UsageError);
+  EXPECT_THROW(group().all_reduce(at::ones({3}, at::kBool), ReduceOp::avg), UsageError);
+  EXPECT_THROW(group().all_reduce(at::ones({3}), ReduceOp::bxor), UsageError);
+  EXPECT_THROW(group().reduce(at::ones({3}, at::kUInt16), 0), UsageError);
+  const auto part = at::ones({3}, at::kComplexFloat);
+  EXPECT_THROW(group().reduce_scatter(part, part.repeat({group().size()})), UsageError);
+  if (group().rank() == 0) {  // the others' next call is its next call, too
+    const Call premultiplied{.op = Op::all_reduce,
+                             .reduce = ReduceOp::premul_sum,
+                             .factor = 2,
+                             .inputs = {at::ones({3}, at::kInt)},
+                             .outputs = {},
+                             .label = {}};
+    EXPECT_THROW(issue(group(), premultiplied), UsageError);
+  }
+  const auto sum = at::ones({3});
+  group().all_reduce(sum).wait();
+  EXPECT_TRUE(at::equal(sum, at::full({3}, static_cast<double>(group().size()))));
+}
+
 TEST(Group, allocate_gives_aligned_zeros) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     const auto memory = group().allocate(77, at::TensorOptions(dtype));
@@ -463,6 +484,46 @@ TEST(Group, tensors_of_every_dtype_are_reduced_and_moved) {
       EXPECT_TRUE(at::equal(all.slice(0, 7 * rank, 7 * (rank + 1)), whole_numbers(rank, dtype)));
     }
   }
+}
+
+TEST(Group, tensors_of_dtypes_that_have_no_sum_are_moved) {
+  const auto& group = test::group();
+  const int size = group.size(), rank = group.rank();
+  for (const auto dtype : {at::kComplexFloat, at::kComplexDouble, at::kUInt16, at::kUInt32, at::kFloat8_e4m3fn}) {
+    SCOPED_TRACE(toString(dtype));
+    const auto of = [&](int from) { return at::full({5}, from + 1.0).to(dtype); };
+    const auto same = [](const at::Tensor& a, const at::Tensor& b) {
+      return at::equal(a.view(at::kByte), b.view(at::kByte));
+    };
+    const auto new_tensor = [&](int64_t numel) { return at::full({numel}, 9.0).to(dtype); };
+    std::vector<at::Tensor> ranks;
+    for (int from = 0; from < size; ++from) ranks.push_back(of(from));
+    auto values = of(rank);
+    group.broadcast(values, size - 1).wait();
+    EXPECT_TRUE(same(values, of(size - 1)));
+    auto all = new_tensor(5 * size);
+    group.all_gather(all, of(rank)).wait();
+    EXPECT_TRUE(same(all, at::cat(ranks)));
+    auto exchanged = new_tensor(5 * size);
+    group.all_to_all(exchanged, at::cat(std::vector<at::Tensor>(size, of(rank)))).wait();
+    EXPECT_TRUE(same(exchanged, at::cat(ranks)));
+    std::vector<at::Tensor> gathered;
+    for (int from = 0; rank == 0 && from < size; ++from) gathered.push_back(new_tensor(5));
+    group.gather(gathered, of(rank), 0).wait();
+    for (size_t from = 0; from < gathered.size(); ++from) EXPECT_TRUE(same(gathered[from], ranks[from]));
+    auto part = new_tensor(5);
+    group.scatter(part, rank == 0 ? ranks : std::vector<at::Tensor>(), 0).wait();
+    EXPECT_TRUE(same(part, of(rank)));
+  }
+}
+
+TEST(Group, a_sum_of_bools_is_a_bool) {
+  auto flags = at::ones({3}, at::kBool);
+  group().all_reduce(flags).wait();
+  EXPECT_TRUE(at::equal(flags.view(at::kByte), at::ones({3}, at::kByte)));
+  auto part = at::ones({1}, at::kBool);
+  group().reduce_scatter(part, at::ones({group().size()}, at::kBool)).wait();
+  EXPECT_EQ(part.view(at::kByte).item<uint8_t>(), 1);
 }
 
 }  // namespace

@@ -34,6 +34,8 @@ inline constexpr int any_source = -1;
 
 std::string to_string(Op op);
 std::string to_string(ReduceOp op);
+// Whether the result is a reduction of the ranks' tensors.
+bool reduces(Op op);
 
 // Purpose of an operation, shown in errors, logs and traces. It does not influence the result, but it must be equal on
 // all ranks: it distinguishes two operations of the same shape that one rank calls in a different order.

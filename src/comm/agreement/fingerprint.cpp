@@ -17,10 +17,6 @@ bool has_root(Op op) {
   return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
 }
 
-bool reduces(Op op) {
-  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
-}
-
 // Number of bytes that must be equal on all ranks; lists of parts are compared part by part instead.
 uint64_t common_bytes(const Call& call) {
   switch (call.op) {

@@ -58,6 +58,10 @@ std::string to_string(ReduceOp op) {
   return "unknown";
 }
 
+bool reduces(Op op) {
+  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
+}
+
 namespace {
 int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
   int64_t bytes = 0;
@@ -72,12 +76,11 @@ int64_t Call::bytes() const {
 
 std::string Call::describe() const {
   std::string text = to_string(op);
-  const bool reduces = op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
   const auto& tensors = inputs.empty() ? outputs : inputs;
   if (!tensors.empty()) {
     int64_t numel = 0;
     for (const auto& tensor : tensors) numel += tensor.numel();
-    text += fmt::format("({}{} x {})", reduces ? to_string(reduce) + ", " : "", numel,
+    text += fmt::format("({}{} x {})", reduces(op) ? to_string(reduce) + ", " : "", numel,
                         c10::toString(tensors.front().scalar_type()));
   }
   if (label.step >= 0) text += fmt::format(", step {}", label.step);

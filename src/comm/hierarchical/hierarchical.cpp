@@ -76,7 +76,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     if (call.op == Op::send || call.op == Op::recv) return issue_message(call);
-    if (call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter) require_reducible(call);
+    if (reduces(call.op)) require_reducible(call);
     auto chain = std::make_shared<Chain>();
     chain->waiting = plan_stages(parts_.grid, is_empty(call) ? as_barrier(call) : call);
     {

@@ -255,8 +255,7 @@ class SharedMemoryTransport : public Transport,
                         call.describe(), tensor.device().str()));
       }
     }
-    const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
-    if (reduces) require_reducible(call);
+    if (reduces(call.op)) require_reducible(call);
   }
 
   void advance() {

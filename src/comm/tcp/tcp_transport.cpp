@@ -147,7 +147,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
                         call.describe(), tensor.device().str()));
       }
     }
-    if (call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter) require_reducible(call);
+    if (reduces(call.op)) require_reducible(call);
   }
 
   void run() {

@@ -165,18 +165,27 @@ class C10dTransport : public Transport {
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     const bool message = call.op == Op::send || call.op == Op::recv;
-    if (name_ == "gloo" && message && call.bytes() == 0) return issue_empty_message(call);
+    if (is_gloo() && reduces(call.op)) require_supported(call);
+    if (is_gloo() && message && call.bytes() == 0) return issue_empty_message(call);
     // Gloo would not compare it with what the others call.
-    if (name_ == "gloo" && is_empty(call)) return std::make_unique<C10dWork>(start(as_barrier(call), call), call);
+    if (is_gloo() && is_empty(call)) return std::make_unique<C10dWork>(start(as_barrier(call), call), call);
     const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
-    if (equal_parts && name_ == "gloo") return scatter_and_add(call);
-    const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
-    if (reduces && lacks(call.inputs[0])) return reduce_as_int(call);
+    if (equal_parts && is_gloo()) return scatter_and_add(call);
+    // libtorch's Gloo cannot reduce int16.
+    if (is_gloo() && reduces(call.op) && call.inputs[0].scalar_type() == at::kShort) return reduce_as_int(call);
     if (name_ == "nccl") return std::make_unique<PolledWork>(start(call), call);
     return std::make_unique<C10dWork>(start(call), call);
   }
 
  private:
+  bool is_gloo() const { return name_ == "gloo"; }
+
+  // Before anything is sent: Gloo refuses on its own threads, which ends the group.
+  static void require_supported(const Call& call) {
+    require_reducible(call);
+    static_cast<void>(to_c10d(call.reduce));
+  }
+
   std::unique_ptr<TransportWork> issue_empty_message(const Call& call) {
     Call message = call;
     message.inputs = {at::zeros({1}, at::kByte)};
@@ -186,8 +195,6 @@ class C10dTransport : public Transport {
   // libtorch's reduce-scatter over Gloo is an all-reduce of a copy: it moves twice as much, and only wait() tells that
   // it is done.
   std::unique_ptr<TransportWork> scatter_and_add(const Call& call) {
-    require_reducible(call);
-    static_cast<void>(to_c10d(call.reduce));  // refuses what Gloo does not have
     const auto input = call.inputs[0].view({-1});
     auto received = at::empty_like(input);
     Call exchange = call;
@@ -197,9 +204,6 @@ class C10dTransport : public Transport {
     return std::make_unique<AddReceived>(std::make_unique<C10dWork>(start(exchange), exchange), received,
                                          call.outputs[0].view({-1}), backend_->getSize(), call.reduce);
   }
-
-  // libtorch's Gloo has no int16. It travels as bytes.
-  bool lacks(const at::Tensor& tensor) const { return name_ == "gloo" && tensor.scalar_type() == at::kShort; }
 
   std::unique_ptr<TransportWork> reduce_as_int(const Call& call) {
     Call wide = call;
@@ -214,7 +218,9 @@ class C10dTransport : public Transport {
   template <class Options>
   static Options with_reduce(const Call& call) {
     Options options;
-    options.reduceOp = to_c10d(call.reduce);
+    // Gloo adds bools as bytes, and a sum of them is "or".
+    const bool any = call.reduce == ReduceOp::sum && call.inputs[0].scalar_type() == at::kBool;
+    options.reduceOp = to_c10d(any ? ReduceOp::max : call.reduce);
     return options;
   }
 
@@ -225,12 +231,13 @@ class C10dTransport : public Transport {
     return options;
   }
 
-  // Flat, because backends compare shapes, which collectives here do not care about.
-  std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors) const {
+  // Flat, because backends compare shapes, which collectives here do not care about. as_bytes: for libtorch's Gloo,
+  // which moves some dtypes only.
+  static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors, bool as_bytes) {
     std::vector<at::Tensor> flat;
     for (const auto& tensor : tensors) {
       flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.view({-1}));
-      if (lacks(tensor)) flat.back() = flat.back().view(at::kByte);
+      if (as_bytes) flat.back() = flat.back().view(at::kByte);
     }
     return flat;
   }
@@ -245,8 +252,9 @@ class C10dTransport : public Transport {
 
   // asked: the call as other ranks know it.
   c10::intrusive_ptr<c10d::Work> start(const Call& call, const Call& asked) {
-    auto inputs = flattened(call.inputs);
-    auto outputs = flattened(call.outputs);
+    const bool as_bytes = is_gloo() && !reduces(call.op);
+    auto inputs = flattened(call.inputs, as_bytes);
+    auto outputs = flattened(call.outputs, as_bytes);
     const WithoutSigpipe guard;  // Gloo writes on the calling thread if it can
     if (before_collective_ && call.op != Op::send && call.op != Op::recv) before_collective_(asked);
     switch (call.op) {

@@ -2,6 +2,7 @@
 
 #include <torch/utils.h>
 
+#include "comm/shm/reduce/reduce_kernels.h"
 #include "memory/views.h"
 
 namespace shoal {
@@ -19,6 +20,7 @@ class IdentityTransport : public Transport {
   bool checks_agreement() const override { return true; }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
+    if (reduces(call.op)) require_reducible(call);
     torch::NoGradGuard no_grad;
     for (size_t i = 0; i < call.outputs.size(); ++i) {
       call.outputs[i].view({-1}).copy_(call.inputs[i].view({-1}));

@@ -114,7 +114,7 @@ bool takes(const Call& call) {
     default:
       return false;
   }
-  if (call.op != Op::all_reduce && call.op != Op::reduce && call.op != Op::reduce_scatter) return true;
+  if (!reduces(call.op)) return true;
   switch (call.reduce) {
     case ReduceOp::sum:
     case ReduceOp::min:
