@@ -246,6 +246,27 @@ TEST(HostTransport, memory_of_unfinished_operations_is_not_given_to_others_when_
   }
 }
 
+TEST(HostTransport, memory_of_a_group_that_was_awaited_in_vain_is_free_once_all_have_given_up) {
+  if (group().size() == 1) GTEST_SKIP() << "one rank awaits nobody";
+  const auto& world = state_of(group())->world;
+  auto& memory = *world->memory;
+  for (int round = 0; round < 2; ++round) {  // an allocation frees what earlier groups have left
+    group().barrier().wait();
+    memory.free(memory.allocate(1));
+  }
+  group().barrier().wait();
+  if (group().rank() == 0) {
+    std::vector<int> all(group().size());
+    std::iota(all.begin(), all.end(), 0);
+    const auto before = memory.bytes_in_use();
+    EXPECT_THROW(make_group_state(world, "awaited in vain", all, Milliseconds(50)), CommError);
+    EXPECT_GT(memory.bytes_in_use(), before);  // a late rank may open it
+    memory.free_retired();
+    EXPECT_LE(memory.bytes_in_use(), before);
+  }
+  group().barrier().wait();
+}
+
 TEST(HostBackend, receives_from_any_source) {
   if (group().size() == 1) GTEST_SKIP() << "nobody sends";
   constexpr int64_t numel = 200000;  // several pieces

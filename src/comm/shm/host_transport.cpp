@@ -375,21 +375,21 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   } catch (const std::exception& error) {
     line = fmt::format("- - {}", error.what());
   }
-  const auto lines = store_gather(world, "host/" + name, world_ranks, rank, line, limit);
-  for (int other = 0; other < size; ++other) {
-    if (lines[other][0] != '-') continue;
-    if (own_block != nullptr) world.memory->free(own_block);
-    return {nullptr, fmt::format("rank {}: {}", world_ranks[other], lines[other].substr(4))};
-  }
-  SharedPlace place;
-  std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): written by ourselves
   std::byte* base = nullptr;
   try {
+    const auto lines = store_gather(world, "host/" + name, world_ranks, rank, line, limit);
+    for (int other = 0; other < size; ++other) {
+      if (lines[other][0] != '-') continue;
+      if (own_block != nullptr) world.memory->free(own_block);
+      return {nullptr, fmt::format("rank {}: {}", world_ranks[other], lines[other].substr(4))};
+    }
+    SharedPlace place;
+    std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): written by ourselves
     base = rank == 0 ? own_block : open_block(world, *memories[0], place, world_ranks);
     const ControlLayout control(base, size);
     control.block().opened.fetch_add(1);
     if (rank == 0) await_others(world, control, name, world_ranks, limit);
-  } catch (...) {
+  } catch (...) {  // a rank that comes later may still open the block
     auto* memory = world.memory.get();
     if (own_block != nullptr) memory->retire([] { return false; }, [memory, own_block] { memory->free(own_block); });
     throw;
