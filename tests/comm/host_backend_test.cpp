@@ -286,6 +286,27 @@ TEST(HostBackend, receives_from_any_source) {
   EXPECT_EQ(static_cast<int>(sources.size()), group().size() - 1);
 }
 
+TEST(HostBackend, of_a_recorded_group_ends_once_its_messages_are_read) {
+  if (group().size() == 1) GTEST_SKIP() << "nobody to send to";
+  const auto now = [] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  };
+  const auto backend = make_backend(group().recorded(std::make_shared<CallLog>()));
+  group().barrier().wait();
+  double ended = 0, read = 0;
+  if (group().rank() == 0) {
+    group().send(at::ones({8}), 1).wait();
+    backend->shutdown();
+    ended = now();
+  } else if (group().rank() == 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    read = now();
+    group().recv(at::empty({8}), 0).wait();
+  }
+  const auto times = group().all_reduce(std::vector<double>{ended, read});
+  EXPECT_GE(times[0], times[1]);
+}
+
 TEST(HostBackend, an_operation_has_a_timeout_of_its_own) {
   if (group().size() == 1) GTEST_SKIP() << "nobody is late";
   std::vector<int> all(group().size());

@@ -136,7 +136,8 @@ void GroupBackend::abort() {
 void GroupBackend::shutdown() {
   const auto& state = *state_of(group_);
   state.world->progress->await_callbacks(std::chrono::seconds(2));
-  if (!state.world->is_forked_copy() && state.progress->failure.text().empty()) state.transport->await_readers();
+  if (!state.world->is_forked_copy() && state.progress->failure.text().empty())
+    state.progress->transport->await_readers();
 }
 
 at::Tensor GroupBackend::allocateTensor(long size, at::TensorOptions options) {  // NOLINT(google-runtime-int)

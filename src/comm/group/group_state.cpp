@@ -371,7 +371,7 @@ void PendingWork::abandon(const std::string& why, int culprit) {
   group_->progress->transport->abandon({text, culprit});
   // Threads of c10d's backends notice it a little later.
   const auto deadline = Clock::now() + Milliseconds(100);
-  while (work_ && group_->transport->joins_threads() && !work_->done() && Clock::now() < deadline) {
+  while (work_ && group_->progress->transport->joins_threads() && !work_->done() && Clock::now() < deadline) {
     std::this_thread::sleep_for(Milliseconds(1));
   }
 }

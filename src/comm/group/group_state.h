@@ -78,8 +78,8 @@ struct GroupProgress {
 struct GroupState {
   std::string name;
   int rank = 0;
-  std::vector<int> world_ranks;  // by rank of the group
-  std::shared_ptr<Transport> transport;
+  std::vector<int> world_ranks;          // by rank of the group
+  std::shared_ptr<Transport> transport;  // takes this handle's calls: that of `progress`, or a decorator
   std::shared_ptr<GroupProgress> progress;
   std::shared_ptr<WorldState> world;
   std::vector<std::shared_ptr<CallLog>> logs{};  // of a recorded handle
