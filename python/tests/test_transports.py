@@ -71,3 +71,13 @@ def test_PY01_wrong_options_are_refused():
     on_ranks(run, ranks=1)
     errors = errors_on_ranks(lambda rank: None, init={"pg_options": 3})
     assert "shoal.distributed.Options, not int" in errors[0]
+
+
+def test_PY01_a_value_of_a_stranger_in_the_store_is_named():
+    def run(rank):
+        store = dist.HashStore()
+        store.set("shoal/0/visits/0", "many")
+        with pytest.raises(shoal.CommError, match="the value of 'shoal/0/visits/0' in the job's store was not written by"):
+            shoal._C.join_world(store, 0, 1, dist.default_pg_timeout, "auto")
+
+    on_ranks(run, ranks=1)

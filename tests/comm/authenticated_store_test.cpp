@@ -44,6 +44,16 @@ TEST(AuthenticatedStore, what_a_process_of_the_job_writes_is_read) {
   EXPECT_EQ(raw(*stores.open, "b").substr(0, 1), "2") << "values stay readable";
 }
 
+TEST(AuthenticatedStore, a_value_that_should_be_a_number_is_refused_by_the_name_of_its_key) {
+  EXPECT_EQ(number_in<int>("7 4711 host", "visits/0"), 7);
+  EXPECT_EQ(number_in<int64_t>("-3", "visits/0"), -3);
+  EXPECT_EQ(number_in<uint64_t>("18446744073709551615", "visits/0"), UINT64_MAX);
+  for (const std::string text : {"", "x7", "7x", " 7", "99999999999999999999"}) {
+    const auto said = test::refusal<ForgedValue>([&] { number_in<int>(text, "visits/0"); });
+    EXPECT_NE(said.find("'visits/0'"), std::string::npos) << text << ": " << said;
+  }
+}
+
 // Forgeries that a stranger can make from what it reads.
 TEST(AuthenticatedStore, a_forged_value_is_refused_by_the_name_of_its_key) {
   const Stores stores;

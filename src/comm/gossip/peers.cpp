@@ -6,11 +6,14 @@
 #include <limits>
 #include <utility>
 
+#include "comm/store/authenticated_store.h"
+
 namespace shoal {
 
-GossipAddress read_gossip_address(const std::string& line) {
+GossipAddress read_gossip_address(const std::string& line, int rank) {
   const auto blank = line.find(' ');
-  return {line.substr(0, blank), std::stoull(line.substr(blank + 1))};
+  const auto key = number_in<uint64_t>(line.substr(blank + 1), fmt::format("gossip address of rank {}", rank));
+  return {line.substr(0, blank), key};
 }
 
 std::string to_line(const GossipAddress& address) {

@@ -22,8 +22,8 @@ struct GossipAddress {
   uint64_t key = 0;
 };
 
-// std::exception if the line is none.
-GossipAddress read_gossip_address(const std::string& line);
+// ForgedValue if the line, which the rank should have written, is none.
+GossipAddress read_gossip_address(const std::string& line, int rank);
 std::string to_line(const GossipAddress& address);
 
 struct GossipPeer {

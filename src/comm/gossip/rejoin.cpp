@@ -25,6 +25,11 @@ std::string joining_key(const Group& group, const std::string& of) {
   return fmt::format("{}/rejoin/{}/{}", state.world->meeting.prefix, state.name, of);
 }
 
+// Of what a member tells newcomer `number`.
+std::string answer_key(const Group& group, int number, const std::string& kind, int member) {
+  return joining_key(group, fmt::format("{}/{}/{}", number, kind, member));
+}
+
 std::string pair_name(int number) {
   return fmt::format("/newcomer{}", number);
 }
@@ -36,14 +41,15 @@ struct Answer {
   std::string address;
 };
 
-Answer answer_of(const std::string& text) {
+Answer answer_of(const std::string& text, const std::string& key) {
   std::istringstream in(text);
   Answer answer;
-  std::string list;
-  in >> answer.version >> list >> std::ws;
+  std::string version, list;
+  in >> version >> list >> std::ws;
+  answer.version = number_in<int64_t>(version, key);
   std::getline(in, answer.address);
   std::istringstream ranks(list);
-  for (std::string rank; std::getline(ranks, rank, ',');) answer.members.push_back(std::stoi(rank));
+  for (std::string rank; std::getline(ranks, rank, ',');) answer.members.push_back(number_in<int>(rank, key));
   return answer;
 }
 
@@ -77,10 +83,20 @@ std::optional<std::string> Admission::read(const std::string& key) {
   }
 }
 
+template <class Number>
+std::optional<Number> Admission::read_number(const std::string& key) {
+  const auto text = read(key);
+  if (!text) return std::nullopt;
+  try {
+    return number_in<Number>(*text, key);
+  } catch (const ForgedValue&) {
+    return std::nullopt;
+  }
+}
+
 void Admission::write(const std::string& key, const std::string& text) {
   try {
-    store_set(*state_of(group_)->world->meeting.store,
-              joining_key(group_, fmt::format("{}/{}/{}", number_, key, group_.rank())), text);
+    store_set(*state_of(group_)->world->meeting.store, answer_key(group_, number_, key, group_.rank()), text);
   } catch (const std::exception&) {
     blind_ = true;
   }
@@ -105,10 +121,9 @@ bool Admission::meet(int64_t version, const std::vector<int>& members, const Gos
   const bool complete = members.size() == static_cast<size_t>(group_.size());
   if (blind_ || complete || now - looked_ < between_looks) return false;
   looked_ = now;
-  const auto who = read("who");
-  if (!who) return false;
+  const int rank = read_number<int>("who").value_or(-1);
+  if (rank < 0 || rank >= group_.size()) return false;
   auto& world = *state_of(group_)->world;
-  const int rank = std::stoi(*who);
   std::optional<Peer> peer;
   try {
     peer = present_peer(world.meeting, group_.world_rank(rank));
@@ -133,10 +148,10 @@ std::optional<Admission::Counted> Admission::look(int64_t version, const std::ve
     return std::nullopt;
   }
   if (!donor_known_) {
-    const auto donor = read("donor");
+    const auto donor = read_number<int>("donor");
     if (!donor) return std::nullopt;
     donor_known_ = true;
-    if (std::stoi(*donor) == group_.rank()) {
+    if (*donor == group_.rank()) {
       try {
         hand_over(group_named(group_, pair_name(number_), {group_.rank(), rank_}));
       } catch (const CommError&) {  // the newcomer has died meanwhile
@@ -157,8 +172,8 @@ std::optional<Admission::Counted> Admission::look(int64_t version, const std::ve
     admitted_ = true;
     write("ready", std::to_string(version));
   }
-  const auto from = read("from");
-  if (!from || version + 1 < std::stoll(*from)) return std::nullopt;
+  const auto from = read_number<int64_t>("from");
+  if (!from || version + 1 < *from) return std::nullopt;
   write("in", std::to_string(version));
   const Counted counted{.rank = rank_, .number = number_};
   next();
@@ -187,7 +202,7 @@ std::vector<std::string> Newcomer::answers(const std::string& kind, const std::v
   };
   while (true) {
     std::erase_if(missing, [&](int rank) {
-      const auto text = store_try_get(store, joining_key(group_, fmt::format("{}/{}/{}", number_, kind, rank)));
+      const auto text = store_try_get(store, answer_key(group_, number_, kind, rank));
       if (text) found[rank] = *text;
       return text.has_value() || gone(rank);
     });
@@ -216,13 +231,17 @@ Group Newcomer::meet_donor(const std::vector<int>& preferred) {
   }
   // Only members know which ranks of other hosts have died; the first answer names the members.
   std::vector<int> present;
-  for (const auto& text : answers("ack", others, Until::any)) {
-    if (!text.empty()) present = answer_of(text).members;
+  const auto answer_from = [&](int rank, const std::string& text) {
+    return answer_of(text, answer_key(group_, number_, "ack", rank));
+  };
+  const auto first = answers("ack", others, Until::any);
+  for (const int rank : others) {
+    if (!first[rank].empty()) present = answer_from(rank, first[rank]).members;
   }
   const auto texts = answers("ack", present);
   for (const int rank : present) {
     if (texts[rank].empty()) continue;
-    const auto answer = answer_of(texts[rank]);
+    const auto answer = answer_from(rank, texts[rank]);
     versions_[rank] = answer.version;
     addresses_[rank] = answer.address;
   }
@@ -250,7 +269,7 @@ int64_t Newcomer::arrive(const std::string& address) {
       addresses_[rank].clear();
       continue;
     }
-    const auto version = std::stoll(texts[rank]);
+    const auto version = number_in<int64_t>(texts[rank], answer_key(group_, number_, "ready", rank));
     newest = std::max<int64_t>(newest, version);
     advance = std::max<int64_t>(advance, version - versions_[rank]);
   }

@@ -50,6 +50,9 @@ class Admission {
 
  private:
   std::optional<std::string> read(const std::string& key);
+  // Nothing also if the value is no number.
+  template <class Number>
+  std::optional<Number> read_number(const std::string& key);
   void write(const std::string& key, const std::string& text);
   bool meet(int64_t version, const std::vector<int>& members, const GossipChannel& channel);
   bool has_ended() const;

@@ -156,7 +156,7 @@ class SocketChannel : public GossipChannel {
 
   void admit(int rank, const std::string& address) override {
     const std::lock_guard lock(mutex_);
-    peers_.admit(rank, read_gossip_address(address));
+    peers_.admit(rank, read_gossip_address(address, rank));
     visitors_.forget(rank);  // data from the previous process, and its end, no longer matter
   }
 
@@ -291,7 +291,7 @@ std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
       throw CommError(fmt::format("gossip: rank {} cannot listen: {}", state->world_ranks[rank], lines[rank].substr(2)),
                       static_cast<int>(rank));
     }
-    addresses.push_back(read_gossip_address(lines[rank]));
+    addresses.push_back(read_gossip_address(lines[rank], state->world_ranks[rank]));
   }
   return std::make_unique<SocketChannel>(*state, buffers, std::move(listening), std::move(addresses));
 }
@@ -299,11 +299,12 @@ std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
 std::unique_ptr<GossipChannel> join_socket_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers,
                                                           const std::vector<std::string>& addresses) {
   const auto& state = state_of(group);
+  std::vector<GossipAddress> places(addresses.size());
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    if (!addresses[rank].empty()) places[rank] = read_gossip_address(addresses[rank], state->world_ranks[rank]);
+  }
   try {
     auto listening = listen_in(*state->world);
-    std::vector<GossipAddress> places;
-    for (const auto& address : addresses)
-      places.push_back(address.empty() ? GossipAddress() : read_gossip_address(address));
     places[state->rank] = {place_of(listening), random_key()};
     return std::make_unique<SocketChannel>(*state, buffers, std::move(listening), std::move(places));
   } catch (const std::runtime_error& error) {

@@ -166,7 +166,9 @@ class Room {
     }
   }
 
-  static int64_t visits_in(const std::optional<std::string>& text) { return text ? std::stoll(*text) : 0; }
+  int64_t visits_in(const std::optional<std::string>& text) const {
+    return text ? number_in<int64_t>(*text, visits_key()) : 0;
+  }
 
   // The same process may meet again; another process must not take its rank.
   void refuse_duplicate(const Record& own, const std::string& previous) {

@@ -19,6 +19,7 @@
 #include "comm/shm/operation.h"
 #include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/shm/wait.h"
+#include "comm/store/authenticated_store.h"
 #include "comm/store/store_gather.h"
 #include "shoal/error.h"
 
@@ -377,14 +378,16 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   }
   std::byte* base = nullptr;
   try {
-    const auto lines = store_gather(world, "host/" + name, world_ranks, rank, line, limit);
+    const auto topic = "host/" + name;
+    const auto lines = store_gather(world, topic, world_ranks, rank, line, limit);
     for (int other = 0; other < size; ++other) {
       if (lines[other][0] != '-') continue;
       if (own_block != nullptr) world.memory->free(own_block);
       return {nullptr, fmt::format("rank {}: {}", world_ranks[other], lines[other].substr(4))};
     }
-    SharedPlace place;
-    std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): written by ourselves
+    const auto key = gathered_key(world, topic, 0);
+    const auto offset = lines[0].substr(lines[0].find(' ') + 1);
+    const SharedPlace place{number_in<uint32_t>(lines[0], key), number_in<uint64_t>(offset, key)};
     base = rank == 0 ? own_block : open_block(world, *memories[0], place, world_ranks);
     const ControlLayout control(base, size);
     control.block().opened.fetch_add(1);

@@ -14,18 +14,18 @@ using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::seconds time_to_overwrite(5);
 
+std::string_view view_of(const std::vector<uint8_t>& value) {
+  return {reinterpret_cast<const char*>(value.data()), value.size()};
+}
+
+}  // namespace
+
 ForgedValue forgery_of(const std::string& key) {
   return ForgedValue(
       fmt::format("the value of '{}' in the job's store was not written by a process of this job: another program has "
                   "put it there, or a rank has another SHOAL_SECRET or SHOAL_JOB_ID (see SECURITY.md)",
                   printable(key)));
 }
-
-std::string_view view_of(const std::vector<uint8_t>& value) {
-  return {reinterpret_cast<const char*>(value.data()), value.size()};
-}
-
-}  // namespace
 
 AuthenticatedStore::AuthenticatedStore(c10::intrusive_ptr<c10d::Store> store, JobIdentity identity)
     : store_(std::move(store)), identity_(std::move(identity)) {}

@@ -1,11 +1,13 @@
 #pragma once
 // Key-value store with authenticated values. Only for files of comm/.
 
+#include <charconv>
 #include <chrono>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -19,6 +21,19 @@ class ForgedValue : public CommError {
  public:
   using CommError::CommError;
 };
+
+ForgedValue forgery_of(const std::string& key);
+
+// The number with which `text`, of the value of `key`, begins: up to a blank or the end. ForgedValue if there is none, as in
+// a store without a secret, whose values prove nothing.
+template <class Number>
+Number number_in(const std::string& text, const std::string& key) {
+  Number number{};
+  const auto* end = text.data() + text.size();
+  const auto [after, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || (after != end && *after != ' ')) throw forgery_of(key);
+  return number;
+}
 
 // Store whose values prove that a process of the job wrote them, because anybody who reaches the port of c10d's store
 // can read and write it. Each value carries a MAC over the job's name, its key and itself, so that values of other

@@ -46,7 +46,7 @@ std::string key_of(const char* what, int node) {
 int take_next(c10d::Store& store, const std::string& key, int first) {
   while (true) {
     const auto before = store_try_get(store, key);
-    const int number = before ? std::stoi(*before) : first;
+    const int number = before ? number_in<int>(*before, key) : first;
     const auto own = fmt::format("{} {:08x}{:08x}", number + 1, std::random_device()(), std::random_device()());
     if (store_replace(store, key, before.value_or(""), own) == own) return number;
   }
@@ -141,7 +141,7 @@ struct JobStore::State {
     store_set(store, key_of("beat", node), fmt::format("{} {}", ++beats, members.load()));
     if (is_open) {
       const auto now = store_try_get(store, nodes_key);
-      const int all = now ? std::stoi(*now) : nodes;
+      const int all = now ? number_in<int>(*now, nodes_key) : nodes;
       for (int other = known; other < all; ++other) wait_for(other);
       known = std::max(known, all);
     }

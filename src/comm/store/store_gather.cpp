@@ -12,10 +12,14 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
+std::string gathered_key(const WorldState& world, const std::string& topic, size_t of) {
+  return fmt::format("{}/exchange/{}/{}", world.meeting.prefix, topic, of);
+}
+
 std::vector<std::string> store_gather(const WorldState& world, const std::string& topic,
                                       const std::vector<int>& world_ranks, int rank, const std::string& own,
                                       std::chrono::milliseconds limit) {
-  const auto key = [&](size_t of) { return fmt::format("{}/exchange/{}/{}", world.meeting.prefix, topic, of); };
+  const auto key = [&](size_t of) { return gathered_key(world, topic, of); };
   auto& store = *world.meeting.store;
   store_set(store, key(rank), own);
   std::vector<std::string> keys;

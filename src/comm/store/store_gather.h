@@ -9,6 +9,9 @@ namespace shoal {
 
 struct WorldState;
 
+// Key of the line of the rank with this index.
+std::string gathered_key(const WorldState& world, const std::string& topic, size_t of);
+
 // Gathers the lines `own` of all ranks, in rank order. `topic` is unique in the job; `rank` is this rank's index in
 // `world_ranks`. Collective over `world_ranks`. Throws CommError if one of them is dead or does not arrive within the limit.
 std::vector<std::string> store_gather(const WorldState& world, const std::string& topic,

@@ -13,6 +13,7 @@
 #include "comm/rendezvous/handshake.h"
 #include "comm/rendezvous/peer_socket.h"
 #include "comm/rendezvous/world_state.h"
+#include "comm/store/authenticated_store.h"
 #include "comm/store/store_gather.h"
 #include "shoal/error.h"
 
@@ -141,13 +142,16 @@ class Connecting {
     } catch (const std::exception& error) {
       line = fmt::format("- {}", error.what());
     }
-    const auto lines = store_gather(world_, "tcp/" + group_, world_ranks_, rank_, line, limit_);
+    const auto topic = "tcp/" + group_;
+    const auto lines = store_gather(world_, topic, world_ranks_, rank_, line, limit_);
     calls_.resize(rank_);
     for (int other = 0; other < static_cast<int>(lines.size()); ++other) {
       const auto& place = lines[other];
       if (place[0] == '-') throw CommError(failure(other, "cannot listen: " + place.substr(2)), other);
+      if (other >= rank_) continue;
       const auto blank = place.find(' ');
-      if (other < rank_) calls_[other].emplace(place.substr(0, blank), std::stoull(place.substr(blank + 1)), rank_);
+      const auto key = number_in<uint64_t>(place.substr(blank + 1), gathered_key(world_, topic, other));
+      calls_[other].emplace(place.substr(0, blank), key, rank_);
     }
     const auto deadline = Time::now() + limit_;
     auto next_look = Time::now();
