@@ -3,6 +3,7 @@
 #include <sys/time.h>
 #include <torch/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <random>
@@ -14,6 +15,7 @@
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/socket.h"
 #include "comm/rendezvous/world_state.h"
+#include "shoal/error.h"
 #include "tests/support/world.h"
 
 namespace shoal::gossip_channel_test {
@@ -255,6 +257,50 @@ Descriptor call_as_stranger(const std::string& address, int number) {
   }
   [[maybe_unused]] const auto sent = send(caller.number(), said.data(), said.size(), MSG_NOSIGNAL);
   return caller;
+}
+
+// The others call by hand what a channel calls first, and leave before it is open.
+TEST_F(Channel, memory_of_one_that_not_all_ranks_open_is_free_once_they_have_let_go_of_it) {
+  if (group().size() == 1 || !channel->address().starts_with(shared_memory)) GTEST_SKIP() << "no shared memory";
+  const auto fresh = test::fresh_group();
+  const auto& world = *state_of(fresh)->world;
+  auto& memory = *world.memory;
+  const Label label{-1, -1, "gossip buffers"};
+  auto places = at::zeros({fresh.size(), 2}, at::kLong);
+  const auto own = at::zeros({2}, at::kLong);
+  for (int round = 0; round < 2; ++round) {  // an allocation frees what earlier tests have left
+    fresh.all_gather(places, own, label).wait();
+    fresh.barrier(label).wait();
+    memory.free(memory.allocate(1));
+  }
+  meet();
+  if (fresh.rank() == 0) {
+    const auto before = memory.bytes_in_use();
+    EXPECT_THROW(open_gossip_channel(fresh, {{.numel = 1000}}), CommError);
+    EXPECT_GT(memory.bytes_in_use(), before);
+    meet();
+    meet();
+    memory.free(memory.allocate(1));
+    EXPECT_LE(memory.bytes_in_use(), before);
+  } else {
+    std::vector<int> ranks(fresh.size() - 1);
+    std::iota(ranks.begin(), ranks.end(), 1);
+    const auto others = fresh.subgroup(ranks);
+    auto* block = memory.allocate(1);
+    const auto place = *memory.locate(block, 1);
+    own[0] = static_cast<int64_t>(place.arena);
+    own[1] = static_cast<int64_t>(place.offset);
+    fresh.all_gather(places, own, label).wait();
+    others.barrier().wait();
+    if (fresh.rank() == 1) state_of(fresh)->progress->transport->abandon({"rank 1 has left the group", 1});
+    auto* opened = memory.peer(world.meeting.peers[0].page)
+                       ->at({static_cast<uint32_t>(places[0][0].item<int64_t>()),
+                             static_cast<uint64_t>(places[0][1].item<int64_t>())});
+    meet();
+    reinterpret_cast<std::atomic<uint32_t>*>(opened)->fetch_sub(1);  // its number of users
+    meet();
+    memory.free(block);
+  }
 }
 
 TEST_F(Channel, strangers_are_not_heard) {

@@ -79,6 +79,10 @@ SharedPlace place_of_memory(const std::string& address) {
   return place;
 }
 
+CommError unreachable(const GroupState& group, int rank, const std::exception& error) {
+  return CommError(fmt::format("gossip: rank {} cannot be reached: {}", group.world_ranks[rank], error.what()), rank);
+}
+
 class SharedChannel : public GossipChannel {
  public:
   SharedChannel(std::shared_ptr<GroupState> group, std::vector<GossipBuffer> buffers, SharedBlock layout,
@@ -195,6 +199,12 @@ class SharedChannel : public GossipChannel {
     if (SharedBlock::header(own()).left.exchange(1) == 0) ring_all();
   }
 
+  // Maps the block of a rank that has none here. std::runtime_error if its memory cannot be opened.
+  void map(int rank, const SharedPlace& place) {
+    bases_[rank] = peers_[rank]->at(place);
+    ended_[rank] = false;
+  }
+
   std::string address() const override {
     const auto place = *group_->world->memory->locate(own(), 1);
     return fmt::format("{}{} {}", shared_memory, place.arena, place.offset);
@@ -202,8 +212,8 @@ class SharedChannel : public GossipChannel {
 
   void admit(int rank, const std::string& address) override {
     peers_[rank] = group_->world->memory->peer(group_->world->meeting.peers[group_->world_ranks[rank]].page);
-    bases_[rank] = peers_[rank]->at(place_of_memory(address));
-    ended_[rank] = late_source_[rank] = late_reader_[rank] = false;
+    map(rank, place_of_memory(address));
+    late_source_[rank] = late_reader_[rank] = false;
     for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
       last_read_[buffer][rank] = 0;
       layout_.done(own(), buffer, rank).store(0);
@@ -299,16 +309,19 @@ std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group,
   }
   SharedBlock layout(buffers, group.size());
   auto places = at::full({group.size(), 2}, -1, at::kLong);
-  std::vector<std::shared_ptr<PeerMemory>> peers(group.size());
-  std::vector<std::byte*> bases(group.size());
   auto own = at::full({2}, -1, at::kLong);
+  std::byte* base = nullptr;
+  std::unique_ptr<SharedChannel> channel;  // frees the block if not all ranks get as far as this one
   try {
     if (!world.memory) throw std::runtime_error("this system gave no shared memory");
+    std::vector<std::shared_ptr<PeerMemory>> peers(group.size());
+    std::vector<std::byte*> bases(group.size());
     for (int rank = 0; rank < group.size(); ++rank) {
       if (rank != group.rank()) peers[rank] = world.memory->peer(world.meeting.peers[state->world_ranks[rank]].page);
     }
-    auto* base = bases[group.rank()] = world.memory->allocate(layout.bytes());
+    base = bases[group.rank()] = world.memory->allocate(layout.bytes());
     SharedBlock::header(base).users = static_cast<uint32_t>(group.size());
+    channel = std::make_unique<SharedChannel>(state, buffers, std::move(layout), std::move(bases), std::move(peers));
     const auto place = *world.memory->locate(base, 1);
     own[0] = static_cast<int64_t>(place.arena);
     own[1] = static_cast<int64_t>(place.offset);
@@ -316,17 +329,21 @@ std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group,
   }
   group.all_gather(places, own, label).wait();
   if (places.min().item<int64_t>() < 0) {
-    if (bases[group.rank()] != nullptr) world.memory->free(bases[group.rank()]);
+    if (base != nullptr) SharedBlock::header(base).users = 1;  // nobody opens it
     return nullptr;
   }
   for (int rank = 0; rank < group.size(); ++rank) {
     if (rank == group.rank()) continue;
-    bases[rank] = peers[rank]->at({static_cast<uint32_t>(places[rank][0].item<int64_t>()),
-                                   static_cast<uint64_t>(places[rank][1].item<int64_t>())});
+    try {
+      channel->map(rank, {static_cast<uint32_t>(places[rank][0].item<int64_t>()),
+                          static_cast<uint64_t>(places[rank][1].item<int64_t>())});
+    } catch (const std::runtime_error& error) {
+      throw unreachable(*state, rank, error);
+    }
   }
   // No rank leaves before all have mapped all blocks.
   group.barrier(label).wait();
-  return std::make_unique<SharedChannel>(state, buffers, std::move(layout), std::move(bases), std::move(peers));
+  return channel;
 }
 
 std::unique_ptr<GossipChannel> join_shared_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers,
@@ -344,8 +361,7 @@ std::unique_ptr<GossipChannel> join_shared_gossip_channel(const Group& group, co
       peers[rank] = world.memory->peer(world.meeting.peers[state->world_ranks[rank]].page);
       bases[rank] = peers[rank]->at(place_of_memory(addresses[rank]));
     } catch (const std::runtime_error& error) {
-      throw CommError(fmt::format("gossip: rank {} cannot be reached: {}", state->world_ranks[rank], error.what()),
-                      rank);
+      throw unreachable(*state, rank, error);
     }
     ++users;
   }
