@@ -269,7 +269,7 @@ class FullyShardedDataParallel : public detail::DataParallelWrapper<Module, Full
   auto forward(Arguments&&... arguments) {
     return detail::with_cast_inputs<Module>(
         std::index_sequence_for<Arguments...>(), this->input_cast(),
-        [this](auto&&... inputs) { return Base::forward(std::forward<decltype(inputs)>(inputs)...); },
+        [this](auto&&... inputs) { return this->Base::forward(std::forward<decltype(inputs)>(inputs)...); },
         std::forward<Arguments>(arguments)...);
   }
 

@@ -372,7 +372,7 @@ class Training {
   auto forward(Arguments&&... arguments) {
     return detail::with_cast_inputs<Module>(
         std::index_sequence_for<Arguments...>(), core().input_cast(),
-        [this](auto&&... inputs) { return forward_of_module(std::forward<decltype(inputs)>(inputs)...); },
+        [this](auto&&... inputs) { return this->forward_of_module(std::forward<decltype(inputs)>(inputs)...); },
         std::forward<Arguments>(arguments)...);
   }
 

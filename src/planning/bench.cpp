@@ -16,7 +16,7 @@ namespace shoal {
 namespace {
 
 constexpr int warm_up = 3;  // steps of each run that are left out of the figures
-constexpr Label label{-1, -1, "bench"};
+const Label label{-1, -1, "bench"};
 
 ValueRange range_of(const Samples& samples) {
   return {samples.min(), samples.median(), samples.max()};

@@ -124,7 +124,7 @@ void Mirror::refresh_table(Table& table) {
   }
   if (PyDict_Size(dict) == static_cast<Py_ssize_t>(table.slots.size())) return;
   for (const auto& [key, value] : table.dict->cast<py::dict>()) {
-    const auto known = [&](const Slot& slot) { return slot.key->equal(key); };
+    const auto known = [&key = key](const Slot& slot) { return slot.key->equal(key); };
     if (!table.leaves_alone(key) && std::none_of(table.slots.begin(), table.slots.end(), known)) refuse(key, "added");
   }
 }

@@ -100,7 +100,9 @@ std::string figures_section(const std::vector<RunReport>& runs) {
   std::string body;
   for (const auto& run : runs) {
     for (const auto& [name, series] : run.series) {
-      const auto value = [&](double number) { return series.count() > 0 ? fmt::format("{:.6g}", number) : "–"; };
+      const auto value = [&series = series](double number) {
+        return series.count() > 0 ? fmt::format("{:.6g}", number) : "–";
+      };
       body +=
           table_row("td", {run.name, name},
                     {std::isnan(series.last()) ? "NaN" : fmt::format("{:.6g}", series.last()), value(series.least()),

@@ -66,10 +66,10 @@ void check_course(const TrainOptions& options) {
     throw UsageError(fmt::format("--replan {}: training ends after step {}", options.replan, *options.steps));
   }
   if (course.size() == 1) return in_words_of_the_command_line([&] { options.values(); });
-  for (const auto& [name, value] : options.strategy_options) {
+  for (const auto& option : options.strategy_options) {
     const bool known = std::any_of(course.begin(), course.end(),
-                                   [&](const auto& entry) { return find_strategy(entry.second).has(name); });
-    if (!known) in_words_of_the_command_line([&] { option_values(options.chosen(), {{name, value}}); });
+                                   [&](const auto& entry) { return find_strategy(entry.second).has(option.first); });
+    if (!known) in_words_of_the_command_line([&] { option_values(options.chosen(), {option}); });
   }
   for (const auto& [step, name] : course) {
     const auto under = options.under(name);

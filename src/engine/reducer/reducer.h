@@ -78,7 +78,7 @@ struct ReducerCallbacks {
 //
 // Gradients are scaled by 1 / ranks (or ReducerCallbacks::share) before the reduction, so that 16-bit sums stay in range.
 // The result is multiplied by ranks / weight if weights were given.
-class Reducer : private BackwardListener {
+class Reducer final : private BackwardListener {
  public:
   Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
           std::unique_ptr<GradientReduction> reduction);

@@ -60,11 +60,9 @@ TEST(Train, BEY22_wrong_options_are_refused) {
       {{"--strategy", "diloco", "--outer-momentum", "1"}, "momentum of OuterNesterov is 1"},
       {{"--strategy", "ddp", "--outer-lr", "1"}, "--outer-lr"}};
   for (const auto& [options, text] : faults) {
-    const auto ended = shoal([&] {
-      auto line = reference(options);
-      line.insert(line.begin(), "train");
-      return line;
-    }());
+    auto line = reference(options);
+    line.insert(line.begin(), "train");
+    const auto ended = shoal(line);
     EXPECT_EQ(ended.code, 2) << ended.output;
     EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output;
   }

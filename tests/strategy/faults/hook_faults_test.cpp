@@ -131,7 +131,7 @@ TEST(HookFaults, DDP11_ranks_with_different_hooks_are_told_so) {
 }
 
 TEST(HookFaults, DDP11_wrong_options_are_refused) {
-  EXPECT_THROW(CompressHook(at::kFloat), UsageError);
+  EXPECT_THROW(CompressHook{at::kFloat}, UsageError);
   EXPECT_THROW(SumHook().load_state({{"weight", at::ones({1})}}), UsageError);
 }
 

@@ -100,7 +100,11 @@ enum class Finish { nothing, divide, scale_sources };
 template <class Op>
 void combine_two(const BFloat* a, const BFloat* b, BFloat* to, int64_t count) {
   // The result may replace a source, but only element by element.
+#ifdef __clang__
+#pragma clang loop vectorize(assume_safety)
+#else
 #pragma GCC ivdep
+#endif
   for (int64_t i = 0; i + 2 <= count; i += 2) {
     const uint32_t from_a = two_at(a + i), from_b = two_at(b + i);
     narrow_two_to(Op::apply(widen_low(from_a), widen_low(from_b)), Op::apply(widen_high(from_a), widen_high(from_b)),
