@@ -1,8 +1,12 @@
 """PY02: what programs for PyTorch's wrappers and optimizers pass."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from ranks import on_ranks
 
 import shoal
@@ -18,8 +22,31 @@ def test_PY02_options_of_pytorch_whose_value_changes_nothing_are_taken():
     def wraps(rank):
         shoal.nn.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=None, output_device=None, init_sync=True)
         shoal.nn.FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=True, limit_all_gathers=True, device_id=None)
+        plain = {"cpu_offload": CPUOffload(offload_params=False), "mixed_precision": MixedPrecision(), "ignored_states": []}
+        shoal.nn.FullyShardedDataParallel(torch.nn.Linear(2, 2), **plain)
 
     on_ranks(wraps)
+
+
+def test_PY02_the_defaults_of_pytorchs_classes_are_taken():
+    def oss(net, **options):
+        return shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1, **options)
+
+    pairs = [
+        (torch.nn.parallel.DistributedDataParallel, shoal.nn.DistributedDataParallel),
+        (FullyShardedDataParallel, shoal.nn.FullyShardedDataParallel),
+        (ZeroRedundancyOptimizer, oss),
+    ]
+
+    def makes(rank):
+        for theirs, ours in pairs:
+            parameters = inspect.signature(theirs.__init__).parameters.values()
+            defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+            for name, default in defaults.items():
+                ours(torch.nn.Linear(2, 2), **{name: default})
+            ours(torch.nn.Linear(2, 2), **defaults)
+
+    on_ranks(makes, ranks=1)
 
 
 def test_PY02_others_say_what_to_use():
@@ -29,14 +56,30 @@ def test_PY02_others_say_what_to_use():
         return [
             refused(lambda: ddp(net, device_ids=[0])),
             refused(lambda: ddp(net, init_sync=False)),
+            refused(lambda: ddp(net, forward_sync_buffers=False)),
             refused(lambda: fsdp(net, mixed_precision=object())),
-            refused(lambda: fsdp(net, use_orig_params=False)),
+            refused(lambda: fsdp(net, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))),
+            refused(lambda: fsdp(net, cpu_offload=CPUOffload(offload_params=True))),
+            refused(lambda: fsdp(net, sharding_strategy="some_shard")),
             refused(lambda: ddp(net, nothing_of_the_kind=1)),
             refused(lambda: shoal.nn.ShardedDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))),
             refused(lambda: shoal.optim.OSS(net, torch.optim.SGD, lr=0.1)),
+            refused(lambda: shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)),
         ]
 
-    expected = ["move the module", "rank 0's values", "param_dtype, reduce_dtype", "the module's own", "it has", "shoal.optim.OSS", "parameters()"]
+    expected = [
+        "move the module",
+        "rank 0's values",
+        "use the option broadcast_buffers",
+        "param_dtype, reduce_dtype",
+        "param_dtype, reduce_dtype",
+        "stay there",
+        "choose from",
+        "it has",
+        "shoal.optim.OSS",
+        "parameters()",
+        "after backward",
+    ]
     for texts in on_ranks(wraps):
         for text, part in zip(texts, expected, strict=True):
             assert part in text

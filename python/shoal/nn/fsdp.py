@@ -39,7 +39,7 @@ class FullyShardedDataParallel(Wrapper):
     Options: sharding_strategy (PyTorch's enumeration or its names in lower case), sync_module_states as in PyTorch;
     param_dtype, reduce_dtype, buffer_dtype, shard_size, shard_by_parameter, ignored_modules, ignored_parameters (names),
     communication_hook, unit_limit, prefetch_units, byte_limit, check_unit_order as in the C++ library (fsdp.h).
-    Other options of PyTorch's are taken where their value changes nothing (use_orig_params=True, limit_all_gathers=True).
+    Other options of PyTorch's are taken where their value changes nothing (cpu_offload=None, limit_all_gathers=True).
     The constructor is collective.
     """
 

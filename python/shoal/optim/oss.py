@@ -9,6 +9,7 @@ import torch
 
 from .. import _C
 from ..distributed import group_of
+from ..nn._torch_options import ZERO, without_torch_options
 from ..nn.ddp import note_equal_values
 from ._recipe import OptimizerClass, param_groups_of, recipe_of
 from ._sharded import ShardedOptimizer
@@ -24,13 +25,15 @@ class OSS(ShardedOptimizer):
 
     Takes any optimizer class that updates parameters independently of each other. Use it with
     shoal.nn.DistributedDataParallel, or with shoal.nn.ShardedDataParallel, which shards gradients too. Other keyword
-    arguments than broadcast_buffer_size and broadcast_fp16 (zero.h) are those of the class. Param groups may be added
-    later. The constructor is collective and broadcasts rank 0's values.
+    arguments than broadcast_buffer_size and broadcast_fp16 (zero.h) are those of the class; options of
+    ZeroRedundancyOptimizer are taken where their value changes nothing. Param groups may be added later. The constructor is
+    collective and broadcasts rank 0's values.
     """
 
     def __init__(
         self, params: Iterable[Any], optimizer_class: OptimizerClass, process_group: Any = None, **defaults: Any
     ) -> None:
+        defaults = without_torch_options("OSS", defaults, ZERO)
         options = {name: defaults.pop(name) for name in _options if name in defaults}
         recipe = recipe_of("OSS", param_groups_of(params), optimizer_class, defaults, options=_options)
         self._recipe = (optimizer_class, defaults)
