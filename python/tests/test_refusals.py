@@ -240,3 +240,30 @@ def test_PY06_a_grad_scaler_on_local_updates_is_refused():
 
 def test_PY05_device_ids_in_place_of_a_process_group_are_named():
     refused(lambda rank: shoal.nn.DistributedDataParallel(TwoParts(), [0]), "UsageError", "process_group is a list")
+
+
+def test_PY06_modules_on_the_meta_device_are_refused_in_words_of_python():
+    def run(rank):
+        with torch.device("meta"):
+            net = torch.nn.Linear(4, 2)
+        text = r'parameter %s is on the meta device.*in Python on the CPU, or call to_empty\(device="cpu"\) and initialise it'
+        for wrap in (shoal.nn.DistributedDataParallel, shoal.nn.FullyShardedDataParallel):
+            with pytest.raises(shoal.UsageError, match=text % "weight"):
+                wrap(net)
+        with pytest.raises(shoal.UsageError, match=text % r"0 \[2, 4\]"):
+            shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        net.to_empty(device="cpu").reset_parameters()
+        shoal.nn.DistributedDataParallel(net)
+        shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+
+    on_ranks(run)
+
+
+def test_PY06_an_expanded_parameter_is_refused_before_anything_is_sent():
+    def run(rank):
+        row = torch.ones(1, 4)
+        with pytest.raises(shoal.UsageError, match=r"OSS: parameter 0 \[16, 4\] has several elements in one place of memory"):
+            shoal.optim.OSS([torch.nn.Parameter(row.expand(16, 4))], torch.optim.SGD, lr=0.1)
+        shoal.optim.OSS([torch.nn.Parameter(row)], torch.optim.SGD, lr=0.1)
+
+    on_ranks(run)

@@ -15,26 +15,6 @@
 namespace shoal {
 namespace {
 
-void require_usable(const NamedTensor& entry, const char* kind, const std::string& wrapper) {
-  const auto refuse = [&](const std::string& fault) {
-    throw UsageError(fmt::format("{}: {} {} {}", wrapper, kind, entry.name, fault));
-  };
-  if (entry.tensor.is_meta()) {
-    refuse("is on the meta device, which is not supported; construct the module in a DeferredInit scope instead");
-  }
-  if (is_lost(entry.tensor)) {
-    refuse(
-        "has no values: it was sharded by a FullyShardedDataParallel that has been destroyed; call its unwrap() "
-        "before");
-  }
-  if (entry.tensor.layout() != at::kStrided) {
-    refuse("is sparse, which is not supported: hold it as a dense tensor, or let the wrapper ignore it");
-  }
-  if (!is_deferred(entry.tensor) && at::has_internal_overlap(entry.tensor) == at::MemOverlap::Yes) {
-    refuse("has several elements in one place of memory (expand()), which cannot be written: make it contiguous()");
-  }
-}
-
 // Elements of a strided tensor in its storage, from the first to the last.
 struct Extent {
   int64_t begin;
@@ -60,9 +40,29 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
+void require_usable(const at::Tensor& tensor, const std::string& name, const std::string& owner) {
+  const auto refuse = [&](const char* fault) { throw UsageError(fmt::format("{}: {} {}", owner, name, fault)); };
+  if (tensor.is_meta()) {
+    refuse(
+        "is on the meta device, which is not supported: construct the module in a DeferredInit scope, in Python on the "
+        "CPU, or call to_empty(device=\"cpu\") and initialise it");
+  }
+  if (is_lost(tensor)) {
+    refuse(
+        "has no values: it was sharded by a FullyShardedDataParallel that has been destroyed; call its unwrap() "
+        "before");
+  }
+  if (tensor.layout() != at::kStrided) {
+    refuse("is sparse, which is not supported: hold it as a dense tensor, or let the wrapper ignore it");
+  }
+  if (!is_deferred(tensor) && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    refuse("has several elements in one place of memory (expand()), which cannot be written: make it contiguous()");
+  }
+}
+
 void require_usable(const ModuleTensors& tensors, const std::string& wrapper, OtherWrappers other_wrappers) {
-  for (const auto& entry : tensors.parameters) require_usable(entry, "parameter", wrapper);
-  for (const auto& entry : tensors.buffers) require_usable(entry, "buffer", wrapper);
+  for (const auto& entry : tensors.parameters) require_usable(entry.tensor, "parameter " + entry.name, wrapper);
+  for (const auto& entry : tensors.buffers) require_usable(entry.tensor, "buffer " + entry.name, wrapper);
   for (const auto& entry : tensors.trainable()) {
     if (!ForwardTurns::are_taken(entry.tensor, other_wrappers == OtherWrappers::allowed)) continue;
     throw UsageError(fmt::format(

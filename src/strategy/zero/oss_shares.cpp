@@ -74,6 +74,7 @@ ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
       if (!parameter.is_leaf()) refuse("not a leaf tensor, but the result of an operator; detach it");
       const auto owner = shares.owner_of(parameter);
       if (!parameter.requires_grad() && !owner) continue;
+      require_usable(parameter, fmt::format("parameter {} [{}]", here, fmt::join(parameter.sizes(), ", ")), "OSS");
       made.places.emplace(parameter.unsafeGetTensorImpl(), made.parameters.size());
       made.parameters.push_back(parameter);
       made.indices.push_back(here);

@@ -1,5 +1,6 @@
 // OSS, rows OSS07 to OSS10: state by name, clipping, closures, schedules, scalers and errors.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
@@ -14,6 +15,7 @@
 #include "shoal/error.h"
 #include "shoal/zero.h"
 #include "tests/strategy/all/mean_gradients.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::test::oss_state_test {
 namespace {
@@ -230,6 +232,20 @@ TEST(Oss, bad_input_is_refused) {
     EXPECT_NE(std::string(error.what()).find("lr 0.1"), std::string::npos) << error.what();
     EXPECT_NE(std::string(error.what()).find("lr 0.2"), std::string::npos) << error.what();
   }
+}
+
+TEST(Oss, parameters_without_memory_of_their_own_are_refused_on_all_ranks_and_the_group_goes_on) {
+  const torch::optim::SGDOptions sgd(0.1);
+  const bool last = group().rank() == group().size() - 1;
+  const auto said = [&](const at::Tensor& parameter) {
+    return refusal([&] { OSS<torch::optim::SGD>({at::ones({2}).requires_grad_(), parameter}, sgd, group()); });
+  };
+  EXPECT_THAT(said(at::empty({16, 4}, at::kMeta).requires_grad_()),
+              testing::HasSubstr("OSS: parameter 1 [16, 4] is on the meta device"));
+  const auto row = at::ones({1, 4});
+  EXPECT_THAT(said((last ? row.expand({16, 4}) : row.repeat({16, 1})).requires_grad_()),
+              testing::HasSubstr("parameter 1 [16, 4] has several elements in one place of memory"));
+  OSS<torch::optim::SGD> taken(seeded(1)->parameters(), sgd, group());
 }
 
 }  // namespace
