@@ -23,7 +23,7 @@ _mirrors: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_C.Mirror]] = w
 def mirror_of(module: torch.nn.Module) -> _C.Mirror:
     """The module as C++ sees it. Keep it as long as it is in use."""
     if isinstance(module, Wrapped):
-        raise _C.UsageError(f"the module is a {type(module).__name__} already; wrap the module in it: model.module")
+        raise _C.UsageError(f"give the module in the {type(module).__name__}, model.module, not the wrapper")
     if not isinstance(module, torch.nn.Module):
         raise _C.UsageError(f"give a torch.nn.Module, not a {type(module).__name__}")
     make_new_tensors_work()
@@ -43,6 +43,16 @@ def mirror_of(module: torch.nn.Module) -> _C.Mirror:
 def parameters_where(module: torch.nn.Module, named: Callable[[str], bool]) -> set[int]:
     """ids of the parameters of which some name is such; a tied one has several."""
     return {id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False) if named(name)}
+
+
+def refuse_torch_ddp(module: torch.nn.Module, wrapper: str) -> None:
+    """UsageError if PyTorch's DistributedDataParallel is in it, which reads gradients that this wrapper has used already."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
+            raise _C.UsageError(
+                f"{wrapper}: {name or 'the module'} is PyTorch's DistributedDataParallel, which reduces gradients, too: give the "
+                "module in it, model.module"
+            )
 
 
 def require_constant_in_forward(module: torch.nn.Module, wrapper: str) -> None:

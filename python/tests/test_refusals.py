@@ -267,3 +267,37 @@ def test_PY06_an_expanded_parameter_is_refused_before_anything_is_sent():
         shoal.optim.OSS([torch.nn.Parameter(row)], torch.optim.SGD, lr=0.1)
 
     on_ranks(run)
+
+
+def test_PY06_a_module_in_pytorchs_ddp_is_refused_where_its_gradients_are_used_up():
+    def decentralized(net, groups, kind, **options):
+        shoal.nn.DecentralizedDataParallel(net, kind, topology="complete", **options)
+
+    def run(rank):
+        for wrap in (zero2, megatron, fsdp, decentralized):
+            inside = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+            for net, name in ((inside, "the module"), (torch.nn.Sequential(inside), "0")):
+                text = f"{name} is PyTorch's DistributedDataParallel.*give the module in it, model.module"
+                with pytest.raises(shoal.UsageError, match=text):
+                    wrap(net, list(net.parameters()), torch.optim.SGD, lr=0.1)
+            net = inside.module
+            wrap(net, list(net.parameters()), torch.optim.SGD, lr=0.1)
+
+    on_ranks(run)
+
+
+def test_PY05_wrappers_and_functions_in_place_of_a_module_are_named(tmp_path):
+    def run(rank):
+        model = shoal.nn.DistributedDataParallel(TwoParts())
+        for act in (
+            shoal.nn.DistributedDataParallel,
+            lambda one: zero2(one, list(one.parameters()), lr=0.1),
+            lambda one: shoal.checkpoint.save_module(tmp_path / "model.pt", one),
+            lambda one: shoal.checkpoint.load_module(tmp_path / "model.pt", one),
+        ):
+            with pytest.raises(shoal.UsageError, match="give the module in the DistributedDataParallel, model.module, not"):
+                act(model)
+        with pytest.raises(shoal.UsageError, match="give a torch.nn.Module, not a function"):
+            shoal.nn.DistributedDataParallel(lambda x: x)
+
+    on_ranks(run)

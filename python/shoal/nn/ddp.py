@@ -65,8 +65,8 @@ class DistributedDataParallel(Wrapper):
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
         options = without_torch_options("DistributedDataParallel", options, DDP)
         group = group_of(process_group)
-        require_constant_in_forward(module, "DistributedDataParallel")
         mirror = mirror_of(module)
+        require_constant_in_forward(module, "DistributedDataParallel")
         super().__init__(module, mirror, _C.DistributedDataParallelCore(mirror, group, options))
         self._group = group
         ignored = parameters_where(module, set(options.get("ignored", ())).__contains__)

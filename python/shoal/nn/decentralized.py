@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from .._gossip import Gossip
 from .._loaded import tell_of_loading
-from .._mirror import mirror_of
+from .._mirror import mirror_of, refuse_torch_ddp
 from .._words import in_words
 from ..distributed import group_of
 from ..optim._recipe import OptimizerClass, Recipe, groups_of_module, recipe_of
@@ -96,6 +96,7 @@ class DecentralizedDataParallel(Gossip, Wrapper):
     ) -> None:
         options = {name: defaults.pop(name) for name in _options if name in defaults}
         mirror = mirror_of(module)
+        refuse_torch_ddp(module, "DecentralizedDataParallel")
         groups = groups_of_module(module, params, options.get("ignored", ()))
         recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults, options=_options)
         group = group_of(process_group)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _C
 from .._loaded import load_in_full_precision
-from .._mirror import mirror_of, parameters_where, require_constant_in_forward
+from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, require_constant_in_forward
 from ..distributed import group_of
 from ._policy import Policy, unit_names
 from ._torch_options import FSDP, without_torch_options
@@ -49,6 +49,7 @@ class FullyShardedDataParallel(Wrapper):
         options = without_torch_options("FullyShardedDataParallel", options, FSDP)
         mirror = mirror_of(module)
         _refuse_nested(module)
+        refuse_torch_ddp(module, "FullyShardedDataParallel")
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
         group = group_of(process_group)
         require_constant_in_forward(module, "FullyShardedDataParallel")

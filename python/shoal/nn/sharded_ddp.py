@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of, require_constant_in_forward
+from .._mirror import mirror_of, refuse_torch_ddp, require_constant_in_forward
 from ..distributed import group_of
 from ..optim.oss import OSS
 from ._wrapper import Wrapper
@@ -39,8 +39,9 @@ class ShardedDataParallel(Wrapper):
                 raise _C.UsageError(f"ShardedDataParallel: give a shoal.optim.OSS, not a {type(optimizer).__name__}")
         self.__dict__["_optimizers"] = optimizers  # they must outlive the core
         group = group_of(process_group)
-        require_constant_in_forward(module, "ShardedDataParallel")
         mirror = mirror_of(module)
+        refuse_torch_ddp(module, "ShardedDataParallel")
+        require_constant_in_forward(module, "ShardedDataParallel")
         core = _C.ShardedDataParallelCore(mirror, [optimizer._core for optimizer in optimizers], group, options)
         super().__init__(module, mirror, core)
         for optimizer in optimizers:

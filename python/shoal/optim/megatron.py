@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of, require_constant_in_forward
+from .._mirror import mirror_of, refuse_torch_ddp, require_constant_in_forward
 from ..distributed import group_of
 from ._recipe import OptimizerClass, groups_of_module, recipe_of
 from ._sharded import ShardedOptimizer
@@ -72,6 +72,7 @@ class DistributedOptimizer(ShardedOptimizer):
                 "drop it first, or change its param_groups"
             )
         mirror = mirror_of(module)
+        refuse_torch_ddp(module, "DistributedOptimizer")
         groups = groups_of_module(module, params, options.get("ignored", ()))
         recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise, _options)
         group = group_of(process_group)
