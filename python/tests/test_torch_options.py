@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from ranks import on_ranks
@@ -65,6 +66,9 @@ def test_PY02_others_say_what_to_use():
             refused(lambda: shoal.nn.ShardedDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))),
             refused(lambda: shoal.optim.OSS(net, torch.optim.SGD, lr=0.1)),
             refused(lambda: shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)),
+            refused(lambda: shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1).consolidate_state_dict(to=0)),
+            refused(lambda: ddp(torch.nn.Linear(2, 2)).register_comm_hook(None, default_hooks.bf16_compress_hook)),
+            refused(lambda: fsdp(torch.nn.Linear(2, 2)).register_comm_hook(None, default_hooks.bf16_compress_hook)),
         ]
 
     expected = [
@@ -79,6 +83,9 @@ def test_PY02_others_say_what_to_use():
         "shoal.optim.OSS",
         "parameters()",
         "after backward",
+        "call state_dict(), which has the whole state, on every rank",
+        "DistributedDataParallel has no register_comm_hook(): give the hook to its constructor",
+        "FullyShardedDataParallel has no register_comm_hook(): give the hook to its constructor",
     ]
     for texts in on_ranks(wraps):
         for text, part in zip(texts, expected, strict=True):

@@ -109,3 +109,11 @@ class Wrapper(Wrapped):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"a {type(self).__name__} cannot be pickled: save model.state_dict(), or the module in it")
+
+
+def register_comm_hook(self: Wrapper, state: Any, hook: Any) -> None:
+    """UsageError: of PyTorch's wrappers. The constructor takes hooks here."""
+    raise _C.UsageError(
+        f"{type(self).__name__} has no register_comm_hook(): give the hook to its constructor, such as "
+        "communication_hook=shoal.hooks.bf16_compress_hook()"
+    )

@@ -13,7 +13,7 @@ from .._loaded import Loads
 from .._mirror import mirror_of, parameters_where, require_constant_in_forward
 from ..distributed import group_of
 from ._torch_options import DDP, without_torch_options
-from ._wrapper import Wrapper
+from ._wrapper import Wrapper, register_comm_hook
 
 # For errors, which have room for so much.
 _WRITTEN = "parameters after load_state_dict() (load on every rank) or gradients set by hand"
@@ -61,6 +61,8 @@ class DistributedDataParallel(Wrapper):
     rank may load other values for an evaluation by load_state_dict() if it restores its own before that.
     Writes in place after a step are not compared, as in PyTorch.
     """
+
+    register_comm_hook = register_comm_hook
 
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
         options = without_torch_options("DistributedDataParallel", options, DDP)

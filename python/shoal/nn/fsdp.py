@@ -18,7 +18,7 @@ from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, require_con
 from ..distributed import group_of
 from ._policy import Policy, unit_names
 from ._torch_options import FSDP, without_torch_options
-from ._wrapper import Wrapper
+from ._wrapper import Wrapper, register_comm_hook
 
 
 class FullyShardedDataParallel(Wrapper):
@@ -42,6 +42,8 @@ class FullyShardedDataParallel(Wrapper):
     Other options of PyTorch's are taken where their value changes nothing (cpu_offload=None, limit_all_gathers=True).
     The constructor is collective.
     """
+
+    register_comm_hook = register_comm_hook
 
     def __init__(
         self, module: torch.nn.Module, process_group: Any = None, *, auto_wrap_policy: Policy = None, **options: Any

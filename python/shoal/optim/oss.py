@@ -77,6 +77,12 @@ class OSS(ShardedOptimizer):
             self._core = core
         self._known.append(list(group["params"]))
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """UsageError: of ZeroRedundancyOptimizer and fairscale, whose state_dict() is then called on one rank."""
+        raise _C.UsageError(
+            "OSS has no consolidate_state_dict(): call state_dict(), which has the whole state, on every rank, and save it on one"
+        )
+
     def _own_gradients(self) -> list[torch.Tensor] | None:
         return self._core.own_gradients() if self._reduced_to_owners else None
 
