@@ -186,8 +186,8 @@ def save_module(file: str | Path, module: torch.nn.Module) -> None:
 
 
 def load_module(path: str | Path, module: torch.nn.Module, **options: Any) -> Loaded:
-    """Loads parameters and buffers of any checkpoint into a module without a wrapper. Options: partial, prefix, verify.
-    Not collective."""
+    """Loads parameters and buffers of any checkpoint into a module without a wrapper. Options: partial, verify, and prefix, of
+    names in the checkpoint that the module's lack, such as "module." in files of PyTorch's wrappers. Not collective."""
     return _loaded(_C.load_module(_path(path), mirror_of(module), options), [module])
 
 

@@ -347,3 +347,14 @@ def test_PY07_a_state_of_a_modules_own_is_a_difference(tmp_path):
         assert shoal.checkpoint.load_module(file, net).differences == [text]
 
     on_ranks(loads)
+
+
+def test_PY07_a_prefix_that_the_modules_names_lack_is_named(tmp_path):
+    net, file = torch.nn.Linear(2, 2), tmp_path / "wrapped.pt"
+    values = {f"module.{name}": torch.ones_like(value) for name, value in net.state_dict().items()}
+    torch.save(values, file)
+    for options in ({}, {"partial": True}):
+        with pytest.raises(shoal.UsageError, match=r"with the prefix module\.: give load_module\(\) the option prefix$"):
+            shoal.checkpoint.load_module(file, net, **options)
+    assert shoal.checkpoint.load_module(file, net, prefix="module.").differences == []
+    assert torch.equal(net.weight, values["module.weight"])

@@ -16,6 +16,7 @@
 #include "comm/group/text.h"
 #include "shoal/error.h"
 #include "tests/checkpoint/tensors.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/world.h"
 
@@ -24,6 +25,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using test::Whole;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 const Group& group() {
@@ -297,6 +299,29 @@ TEST(Saver, BEY05_match_lists_what_differs) {
   EXPECT_THROW(require_match(reader, wanted, /*partial=*/false), UsageError);
   EXPECT_EQ(require_match(reader, wanted, /*partial=*/true).missing, std::vector<std::string>{"head.weight"});
   EXPECT_THROW(require_match(reader, {{"other", {1}}}, /*partial=*/true), UsageError) << "nothing of it fits";
+}
+
+TEST(Saver, BEY05_a_model_whose_names_lack_a_prefix_is_told_of_it) {
+  const SharedFolder folder;
+  std::vector<Whole> wholes;
+  for (const std::string name :
+       {"module.a.weight", "module.a.bias", "module.b.weight", "module.b.bias", "module.c.bias"}) {
+    wholes.push_back({name, at::ones({2})});
+  }
+  CheckpointSaver(group(), folder / "run").save(contents_of(1, test::whole_slices(wholes)));
+  const CheckpointReader reader(folder / "run");
+  const auto said = [&](const std::vector<std::string>& names, bool partial) {
+    std::vector<WantedTensor> wanted;
+    for (const auto& name : names) wanted.push_back({name, {2}});
+    return test::refusal([&] { require_match(reader, wanted, partial); });
+  };
+  for (const bool partial : {false, true}) {
+    EXPECT_THAT(said({"a.weight", "a.bias", "b.weight"}, partial),
+                EndsWith("; it has them with the prefix module.: give load_module() the option prefix"));
+    EXPECT_THAT(said({"c.bias", "c.weight"}, partial), EndsWith("module.c.bias")) << "not all of them are there";
+    EXPECT_THAT(said({"weight", "bias"}, partial), EndsWith("module.c.bias")) << "there are two of them";
+  }
+  EXPECT_THAT(said({"module.a.weight", "bias"}, false), EndsWith("; set partial to load what matches"));
 }
 
 }  // namespace

@@ -38,6 +38,30 @@ bool equal(const SliceReader& reader, const StoredTensor& a, const StoredTensor&
   return true;
 }
 
+// With which the checkpoint has all names that are missing; empty if there is none, or several.
+std::string prefix_of_missing(const Match& found) {
+  const std::set<std::string> extra(found.extra.begin(), found.extra.end());
+  const auto& first = found.missing.front();
+  std::string only;
+  for (const auto& name : found.extra) {
+    if (!name.ends_with("." + first)) continue;
+    const auto prefix = name.substr(0, name.size() - first.size());
+    const bool all = std::all_of(found.missing.begin(), found.missing.end(),
+                                 [&](const std::string& missing) { return extra.contains(prefix + missing); });
+    if (all && !only.empty()) return "";
+    if (all) only = prefix;
+  }
+  return only;
+}
+
+std::string advice_on(const Match& found, bool partial) {
+  if (!found.wrong_shape.empty()) return partial ? "; a new layer needs a new name" : "";
+  if (!found.matching.empty() || found.missing.empty()) return partial ? "" : "; set partial to load what matches";
+  const auto prefix = prefix_of_missing(found);
+  if (prefix.empty()) return "";
+  return fmt::format("; it has them with the prefix {}: give load_module() the option prefix", prefix);
+}
+
 }  // namespace
 
 std::string Match::describe() const {
@@ -99,10 +123,8 @@ Match require_match(const SliceReader& reader, const std::vector<WantedTensor>& 
   auto result = match(reader, wanted, part, prefix);
   const bool nothing = result.matching.empty() && !wanted.empty();
   if (partial ? result.wrong_shape.empty() && !nothing : result.exact()) return result;
-  const auto* advice = !result.wrong_shape.empty() ? (partial ? "; a new layer needs a new name" : "")
-                       : partial                   ? ""
-                                                   : "; set partial to load what matches";
-  throw UsageError(fmt::format("{} does not match this model: {}{}", reader.name(), result.describe(), advice));
+  throw UsageError(
+      fmt::format("{} does not match this model: {}{}", reader.name(), result.describe(), advice_on(result, partial)));
 }
 
 }  // namespace shoal
