@@ -27,6 +27,10 @@ TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"train", "--modle=gpt"}, "there is no option --modle; did you mean --model?");
   expect_refused({"trian", "--model", "gpt"}, "there is no command trian; did you mean train?");
   expect_refused({"frobnicate"}, "there is no command frobnicate; there are train, bench, plan, ");
+  expect_refused({"checkpoint", "frob"}, "there is no command checkpoint frob; there are inspect, verify, export, ");
+  expect_refused({"checkpoint", "inspct", "run"}, "there is no command checkpoint inspct; did you mean inspect?");
+  expect_refused({"trace", "frob"}, "there is no command trace frob; there are merge (");
+  expect_refused({"checkpoint", "export", "run", "hf", "--shard-gb", "0"}, "--shard-gb 0: give 1e-9 to 1e9");
   expect_refused({"checkpoint", "verify", "--deep", "somewhere"}, "there is no option --deep");
   expect_refused({"launch", "--stop-grace", "-1", "--", "true"}, "-1 seconds to stop in: give 0 or more");
   expect_refused({"launch", "--grace", "-1", "--", "true"}, "-1 seconds of grace: give 0 or more");

@@ -164,6 +164,26 @@ TEST(Start, an_option_without_a_value_does_not_take_the_next) {
   expect_refused({"train", "--json", "--eval"}, "--json: give a value; found --eval");
 }
 
+// "$UNSET" in a shell.
+TEST(Start, an_empty_value_is_not_taken_for_an_option_that_is_not_given) {
+  for (const auto* option : {"--save", "--resume", "--metrics", "--trace", "--flight-recorder", "--replan", "--json"})
+    expect_refused(reference({option, ""}), std::string(option) + ": give a value; it is empty");
+  expect_refused(reference({"--strategy", "decentralized", "--topology-file", ""}), "--topology-file: give a value");
+  expect_refused({"topology", "ring", "--ranks", "4", "--html", ""}, "--html: give a value");
+  expect_refused({"launch", "--elastic", "", "--", "true"}, "--elastic: give a value");
+  expect_refused({"checkpoint", "export", "run", ""}, "OUTPUT: give a value; it is empty");
+  EXPECT_EQ(shoal({"launch", "-n", "1", "--", "/bin/sh", "-c", "test \"$1\" = ''", "sh", ""}).code, 0);
+}
+
+TEST(Start, a_flag_takes_a_truth_value_or_none) {
+  for (const std::string value : {"maybe", "99999999999999999999", "12x"}) {
+    expect_refused(reference({"--static-graph=" + value}), "--static-graph=" + value + ": give true or false");
+    expect_refused(reference({"--eval=" + value}), "--eval=" + value + ": give true or false");
+  }
+  for (const std::string value : {"true", "False", "1", "off"})
+    EXPECT_EQ(shoal(reference({"--ranks", "1", "--static-graph=" + value})).code, 0) << value;
+}
+
 TEST(Start, places_to_write_to_are_looked_at_before_training) {
   const TempFolder folder;
   std::ofstream(folder.file("a_file")) << "x";

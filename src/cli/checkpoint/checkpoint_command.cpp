@@ -125,9 +125,6 @@ int verify(const CheckpointOptions& options) {
 }
 
 int export_model(const CheckpointOptions& options) {
-  if (!(options.shard_gb >= 1e-9 && options.shard_gb <= 1e9)) {  // nor what is no number
-    throw UsageError(fmt::format("--shard-gb {}: give 1e-9 to 1e9", options.shard_gb));
-  }
   const CheckpointReader reader(options.path);
   require_outputs(options, reader);
   const std::filesystem::path output = options.output;
@@ -184,9 +181,16 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
       ->required();
   exports->add_option("--part", options->part, "part of the checkpoint to export")->capture_default_str();
   exports
-      ->add_option("--shard-gb", options->shard_gb,
-                   "maximum size of a file in an output folder, in units of 10^9 bytes")
-      ->capture_default_str();
+      ->add_option_function<double>(
+          "--shard-gb",
+          [options](double size) {
+            if (!(size >= 1e-9 && size <= 1e9)) {  // nor what is no number
+              throw UsageError(fmt::format("--shard-gb {}: give 1e-9 to 1e9", size));
+            }
+            options->shard_gb = size;
+          },
+          "maximum size of a file in an output folder, in units of 10^9 bytes")
+      ->default_str(fmt::format("{}", options->shard_gb));
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
   reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -74,10 +75,13 @@ std::string or_else(const std::string& word, const std::vector<std::string>& nam
 
 void check(const CLI::App& command) {
   for (const auto* option : command.get_options()) {
-    if (option->get_positional() && option->get_lnames().empty()) continue;
     const auto name = option->get_name();
     for (const auto& text : option->results()) {
       const bool takes_a_value = option->get_items_expected_max() > 0;
+      // The shell makes it of a variable that is not set; it would be taken for an option that is not given.
+      const bool needs_a_value = option->get_items_expected_min() > 0;
+      if (needs_a_value && text.empty()) throw UsageError(fmt::format("{}: give a value; it is empty", name));
+      if (!option->nonpositional()) continue;
       if (takes_a_value && text.starts_with("--") && command.get_option_no_throw(text) != nullptr) {
         throw UsageError(fmt::format("{}: give a value; found {} instead", name, text));
       }
@@ -86,20 +90,44 @@ void check(const CLI::App& command) {
   }
 }
 
+// As CLI11 reads them, but numbers, which would be counts.
+bool is_flag_value(std::string text) {
+  const std::vector<std::string> values{"true", "false", "yes", "no", "on", "off", "1", "0"};
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return std::find(values.begin(), values.end(), text) != values.end();
+}
+
+// CLI11 converts a flag's value before a command is complete, and lets the converter's exceptions pass.
+void check_flags_of(CLI::App& command) {
+  for (auto* option : command.get_options()) {
+    if (option->get_items_expected_max() > 0) continue;
+    option->check([name = option->get_name()](const std::string& text) -> std::string {
+      if (!is_flag_value(text)) throw UsageError(fmt::format("{}={}: give true or false", name, shown(text)));
+      return "";
+    });
+  }
+}
+
 }  // namespace
 
 std::string unknown_word(const CLI::App& program, const std::vector<std::string>& line) {
   const CLI::App* command = &program;
-  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
-  const bool is_command = command == &program && line.size() > 1 && !line[1].starts_with('-');
-  if (is_command) {
-    std::vector<std::string> names;
-    for (const auto* one : program.get_subcommands([](const CLI::App*) { return true; }))
-      names.push_back(one->get_name());
-    if (std::find(names.begin(), names.end(), line[1]) != names.end()) return "";
-    const auto meant = or_else(line[1], names);
-    const auto list = meant.empty() ? fmt::format("; there are {}", fmt::join(names, ", ")) : meant;
-    return fmt::format("there is no command {}{}", shown(line[1]), list);
+  std::string path;  // of the command, with a space behind it
+  size_t next = 1;   // word of the line behind it
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands().front();
+    path += command->get_name() + " ";
+    ++next;
+  }
+  std::vector<std::string> commands;
+  for (const auto* one : command->get_subcommands([](const CLI::App*) { return true; }))
+    commands.push_back(one->get_name());
+  if (!commands.empty() && line.size() > next && !line[next].starts_with('-')) {
+    const auto& word = line[next];
+    if (std::find(commands.begin(), commands.end(), word) != commands.end()) return "";
+    const auto meant = or_else(word, commands);
+    const auto list = meant.empty() ? fmt::format("; there are {}", fmt::join(commands, ", ")) : meant;
+    return fmt::format("there is no command {}{}{}", path, shown(word), list);
   }
   for (size_t i = 1; i < line.size() && line[i] != "--"; ++i) {
     const auto name = line[i].substr(0, line[i].find('='));
@@ -115,6 +143,7 @@ std::string unknown_word(const CLI::App& program, const std::vector<std::string>
 
 void check_values(CLI::App& program) {
   for (auto* command : program.get_subcommands({})) {
+    check_flags_of(*command);
     command->parse_complete_callback([command] { check(*command); });
     check_values(*command);
   }

@@ -8,7 +8,7 @@
 namespace shoal::cli {
 
 // Run for every command after parsing. UsageError, which names the option, for a number outside its type (CLI11 wraps
-// -1, and truncates large values), and for a value that is the next option.
+// -1, and truncates large values), for a value that is empty or the next option, and for a flag's that is no truth value.
 void check_values(CLI::App& program);
 
 // What is unknown on the line, up to "--", as a sentence: an option that its command does not have, or a command, with the
