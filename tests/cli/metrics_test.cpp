@@ -52,6 +52,32 @@ TEST(Metrics, every_step_and_evaluation_is_a_line) {
   EXPECT_EQ(lines.back()["eval_count"], report["eval"][0]["count"]);
 }
 
+// Epochs need not end with whole batches, nor have one.
+TEST(Metrics, samples_are_those_that_were_trained) {
+  constexpr int64_t windows = 81;  // of the training part, which 3 ranks share evenly
+  const TempFolder folder;
+  std::ofstream(folder.file("text.txt")) << std::string(3000, 'a');
+  const auto samples = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> options{
+        "--data",    "text:" + folder.file("text.txt"), "--model", "gpt", "--ranks", "3", "--epochs", "2",
+        "--metrics", folder.file("metrics.jsonl")};
+    options.insert(options.end(), more.begin(), more.end());
+    const auto report = train(options);
+    if (report.is_null()) return json();
+    const auto last = lines_of(folder.file("metrics.jsonl")).back();
+    const auto rate = last["samples"].get<double>() / last["seconds"].get<double>();
+    // The report's time is that of the slowest rank.
+    EXPECT_LT(report["timing"]["samples_per_second"].get<double>(), rate + 1);
+    return last["samples"];
+  };
+  EXPECT_EQ(samples({"--batch", "7"}), 2 * windows);
+  EXPECT_EQ(samples({"--batch", "1000"}), 2 * windows);
+  EXPECT_EQ(samples({"--batch", "7", "--elastic", "1"}), 2 * windows);
+  EXPECT_EQ(samples({"--batch", "7", "--elastic", "1", "--keep-global-batch"}), 2 * windows);
+  // Batches that do not fill a step are left out.
+  EXPECT_EQ(samples({"--batch", "7", "--accumulate", "3"}), 2 * 3 * 3 * 7);
+}
+
 TEST(Metrics, loss_is_rank0s) {
   const TempFolder folder;
   const auto report = train({"--data", "reference", "--model", "mlp", "--steps", "3", "--ranks", "1", "--metrics",

@@ -193,64 +193,61 @@ void Trainer::begin_epoch(Loop& loop) {
 }
 
 std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result) {
-  const bool is_first = result.loss.empty();
-  MeasuredStep step;
+  TrainedStep step;
   int64_t sent = 0;  // until the end of the update, which an exchange may follow
   const auto update = [&] {
-    measured_update(*strategy_, number, /*gradients=*/is_first, step);
+    measured_update(*strategy_, number, /*gradients=*/result.loss.empty(), step.measured);
     sent = strategy_->statistics().bytes;
   };
   const TimedScope whole(timeline_of(group_), "step", number);
   const bool complete =
       options_.keep_global_batch ? step_of_shares(number, step, update) : step_of_micros(number, step, update);
   if (!complete) return std::nullopt;
-  step.bytes += strategy_->statistics().bytes - sent;
-  if (is_first) result.grads_mib = step.grads_mib;
-  result.wait_ms.push_back(step.wait_ms);
-  result.update_ms.push_back(step.update_ms);
-  result.sent.push_back(step.bytes);
-  return step.loss;
+  step.measured.bytes += strategy_->statistics().bytes - sent;
+  result.add(step);
+  return step.measured.loss;
 }
 
 // The mean over the ranks, by their samples. Within the step, because the loss of a rank that ends later is lost with it.
-void Trainer::average_loss(int64_t number, int64_t samples, MeasuredStep& step) const {
-  const auto own = static_cast<double>(samples);
-  const auto sums = group_.all_reduce({step.loss * own, own}, ReduceOp::sum, {number, -1, "loss"});
-  step.loss = sums[0] / sums[1];
+void Trainer::average_loss(int64_t number, TrainedStep& step) const {
+  const auto own = static_cast<double>(step.samples);
+  const auto sums = group_.all_reduce({step.measured.loss * own, own}, ReduceOp::sum, {number, -1, "loss"});
+  step.measured.loss = sums[0] / sums[1];
+  step.all_samples = static_cast<int64_t>(sums[1]);
 }
 
-bool Trainer::step_of_micros(int64_t number, MeasuredStep& step, const std::function<void()>& update) {
+bool Trainer::step_of_micros(int64_t number, TrainedStep& step, const std::function<void()>& update) {
   std::vector<data::Batch> batches;
-  int64_t samples = 0;
   // An epoch may have fewer batches than a step has micro-batches, on all ranks.
   for (int micro = 0; micro < options_.accumulate && (micro == 0 || feed_.has_next()); ++micro) {
     batches.push_back(feed_.next(number, micro));
-    samples += batches.back().data.size(0);
+    step.samples += batches.back().data.size(0);
   }
   const auto compute = [&] {
-    step = measured_gradients(*strategy_, number, static_cast<int>(batches.size()), [&](int micro) {
+    step.measured = measured_gradients(*strategy_, number, static_cast<int>(batches.size()), [&](int micro) {
       const auto& batch = batches[static_cast<size_t>(micro)];
       return elastic_loss(number, batch.data, batch.target);
     });
-    average_loss(number, samples, step);
+    average_loss(number, step);
   };
-  return elastic_->step(samples, compute, update);
+  return elastic_->step(step.samples, compute, update);
 }
 
-bool Trainer::step_of_shares(int64_t number, MeasuredStep& step, const std::function<void()>& update) {
+bool Trainer::step_of_shares(int64_t number, TrainedStep& step, const std::function<void()>& update) {
   const auto batch = feed_.next(number, 0);
-  const auto samples = batch.data.size(0);
+  step.samples = batch.data.size(0);
+  auto& measured = step.measured;
   const auto compute = [&](int64_t begin, int64_t end) {
-    if (begin == 0) step = {};
+    if (begin == 0) measured = {};
     const auto share = measured_gradients(*strategy_, number, 1, [&](int) {
       return elastic_loss(number, batch.data.slice(0, begin, end), batch.target.slice(0, begin, end));
     });
-    step.loss += share.loss * static_cast<double>(end - begin) / static_cast<double>(samples);
-    step.wait_ms += share.wait_ms;
-    step.bytes += share.bytes;
+    measured.loss += share.loss * static_cast<double>(end - begin) / static_cast<double>(step.samples);
+    measured.wait_ms += share.wait_ms;
+    measured.bytes += share.bytes;
   };
   return elastic_->step(
-      samples, compute, [&] { average_loss(number, samples, step); }, update);
+      step.samples, compute, [&] { average_loss(number, step); }, update);
 }
 
 at::Tensor Trainer::elastic_loss(int64_t number, const at::Tensor& data, const at::Tensor& target) {

@@ -14,6 +14,7 @@ struct Trainer::Loop {
   Metrics metrics;
   ProgressBar progress;
   double smooth_loss = 0;
+  int64_t under_strategy = 0;  // steps that this rank has made under the present strategy, whose wrapper counts them
   // Elastic training.
   Stage stage = Stage::step;
   bool divided_anew = false;

@@ -1,5 +1,4 @@
 #include "cli/train/trainer.h"
-#include "base/printable.h"
 
 #include <fmt/format.h>
 
@@ -114,18 +113,17 @@ int64_t Trainer::total_steps() const {
 std::optional<double> Trainer::step(int64_t number, TrainResult& result) {
   if (elastic_) return elastic_step(number, result);
   const auto precision = options_.precision();
+  TrainedStep step;
   const auto loss = [&](int micro) {
     const auto batch = feed_.next(number, micro);
+    step.samples += batch.data.size(0);
     const TimedScope scope(timeline_of(group_), "forward", number);
     return models::loss_of(strategy_.forward(precision.input(batch.data)), batch.target);
   };
-  const bool is_first = result.loss.empty();
-  const auto step = measured_step(*strategy_, number, options_.accumulate, loss, /*gradients=*/is_first);
-  if (is_first) result.grads_mib = step.grads_mib;
-  result.wait_ms.push_back(step.wait_ms);
-  result.update_ms.push_back(step.update_ms);
-  result.sent.push_back(step.bytes);
-  return step.loss;
+  step.measured = measured_step(*strategy_, number, options_.accumulate, loss, /*gradients=*/result.loss.empty());
+  step.all_samples = step.samples * group_.size();  // the sampler gives every rank equally many
+  result.add(step);
+  return step.measured.loss;
 }
 
 // Ranks that need each other to save must end with the same step; one that is interrupted while they agree ends with
@@ -286,7 +284,7 @@ nlohmann::ordered_json Trainer::metrics_of(const Loop& loop, const TrainResult& 
                               {"wait_ms", result.wait_ms.back()},
                               {"update_ms", result.update_ms.back()},
                               {"samples", result.all_samples}};
-  if (!is_sampled(loop.number - loop.first)) return line;
+  if (!is_sampled(loop.under_strategy)) return line;
   if (const auto logging = strategy_->logging_data()) {
     line["forward_ms"] = logging->last.forward;
     line["backward_ms"] = logging->last.backward;
@@ -318,15 +316,13 @@ bool Trainer::train_step(Loop& loop, TrainResult& result) {
   result.seconds += duration.count();
   result.step_ms.push_back(1e3 * duration.count());
   result.counted.push_back(process_counters() - before_step);
-  const auto own = options_.keep_global_batch ? elastic_->batch_size() : options_.batch * options_.accumulate;
-  result.samples += own;
-  result.all_samples += options_.keep_global_batch ? global_batch() : own * group_.size();
   take_over(loop);
   if (loop.metrics.wanted()) loop.metrics.write(metrics_of(loop, result));
   loop.smooth_loss = number == loop.first ? *loss : 0.95 * loop.smooth_loss + 0.05 * *loss;
   const auto missed = missed_exchanges(*strategy_);
   loop.progress.update(1, fmt::format("loss {:.4f}{}{}", loop.smooth_loss, missed.empty() ? "" : "  ", missed));
   ++loop.number;
+  ++loop.under_strategy;
   return true;
 }
 
@@ -342,6 +338,7 @@ void Trainer::train(Loop& loop, TrainResult& result) {
     }
     if (const auto line = replan(number)) {
       result.replans.push_back(*line);
+      loop.under_strategy = 0;
       loop.progress.clear();
       if (loop.reports) {
         fmt::print(stderr, "step {}: {}\n", number, (*line)["event"].get<std::string>());

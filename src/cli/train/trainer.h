@@ -9,13 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "cli/train/counters.h"
 #include "cli/train/evaluate.h"
 #include "cli/train/feed.h"
 #include "cli/train/meeting.h"
 #include "cli/train/train_options.h"
+#include "cli/train/train_result.h"
 #include "models/model.h"
-#include "planning/measured_step.h"
 #include "shoal/elastic.h"
 #include "shoal/progress.h"
 #include "shoal/schedules.h"
@@ -26,32 +25,6 @@ namespace shoal::cli {
 
 // Set by SIGINT and SIGTERM; the trainer stops at the end of the step.
 extern volatile std::sig_atomic_t interrupted;
-
-struct TrainResult {
-  std::vector<double> loss;       // mean over this rank's micro-batches, per step; elastic: over those of all ranks
-  std::vector<double> lr;         // of the first param group, per step
-  std::vector<double> step_ms;    // of this rank
-  std::vector<double> wait_ms;    // part of step_ms spent waiting for communication
-  std::vector<double> update_ms;  // part of step_ms spent in the optimizer's step
-  std::vector<int64_t> sent;      // bytes of this rank's collectives, per step
-  std::vector<Counters> counted;  // of this rank, per step
-  GroupStatistics communication;  // of the whole training
-  double params_mib = 0;          // memory of this rank by kind, at the end of a step
-  double grads_mib = 0;
-  double state_mib = 0;
-  int64_t wire_bytes = 0;                               // sum over all ranks, for TCP between ranks of this host
-  std::vector<Evaluation> eval;                         // per epoch
-  std::vector<std::pair<std::string, double>> figures;  // see exchange_figures
-  std::optional<LoggingData> logging;                   // of the wrapper, if there is one
-  double seconds = 0;                                   // without evaluation and saving
-  int64_t samples = 0;                                  // of this rank
-  int64_t all_samples = 0;                              // of all ranks that were there
-  int64_t missed = 0;                                   // steps of the job before this rank came
-  bool stopped = false;                                 // after an interrupt
-  std::vector<nlohmann::ordered_json> replans;          // as in the metrics
-  std::vector<nlohmann::ordered_json> changes;          // of the ranks, as in the metrics
-  std::string checkpoint;                               // saved at the end; empty: none
-};
 
 class Trainer {
  public:
@@ -92,10 +65,10 @@ class Trainer {
   void enter_world();
   void divide_anew(Loop& loop);
   std::optional<double> elastic_step(int64_t number, TrainResult& result);
-  bool step_of_micros(int64_t number, MeasuredStep& step, const std::function<void()>& update);
+  bool step_of_micros(int64_t number, TrainedStep& step, const std::function<void()>& update);
   // With keep_global_batch: each share is one of the micro-batches.
-  bool step_of_shares(int64_t number, MeasuredStep& step, const std::function<void()>& update);
-  void average_loss(int64_t number, int64_t samples, MeasuredStep& step) const;
+  bool step_of_shares(int64_t number, TrainedStep& step, const std::function<void()>& update);
+  void average_loss(int64_t number, TrainedStep& step) const;
   at::Tensor elastic_loss(int64_t number, const at::Tensor& data, const at::Tensor& target);
   int64_t shares() const;
   void keep_batch();

@@ -87,6 +87,26 @@ TEST(Train, ELA07_the_strategy_changes_between_two_steps) {
   EXPECT_EQ(report.code, 0) << report.output;
 }
 
+// Its parts are measured in the first ten steps of a strategy, and then in every hundredth.
+TEST(Train, ELA07_the_parts_of_a_step_are_those_of_this_step_after_a_replan) {
+  const TempFolder folder;
+  const auto report = train({"--data", "reference", "--model", "mlp", "--ranks", "1", "--steps", "120", "--replan",
+                             "12:fsdp", "--metrics", folder.file("metrics.jsonl")});
+  ASSERT_FALSE(report.is_null());
+  std::ifstream metrics(folder.file("metrics.jsonl"));
+  std::vector<int64_t> steps;
+  for (std::string text; std::getline(metrics, text);) {
+    const auto line = json::parse(text);
+    if (line.contains("backward_ms")) steps.push_back(line["step"]);
+  }
+  std::vector<int64_t> measured;
+  for (int64_t step = 0; step < 10; ++step) measured.push_back(step);
+  for (int64_t step = 12; step < 22; ++step) measured.push_back(step);
+  measured.push_back(112);
+  EXPECT_EQ(steps, measured);
+  EXPECT_EQ(report["logging"]["sampled_steps"], 11) << "since the replan";
+}
+
 TEST(Train, ELA07_a_replan_that_cannot_be_is_refused) {
   const auto refusal = [](const std::string& plan, std::vector<std::string> more = {}) {
     std::vector<std::string> line{"train", "--data", "reference", "--ranks", "1", "--steps", "4", "--replan", plan};
