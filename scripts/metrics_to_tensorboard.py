@@ -69,14 +69,14 @@ def convert(source, folder):
     records, count, left_out = [version_event(0)], 0, []
     with open(source, encoding="utf-8", errors="replace") as lines:
         for number, text in enumerate(lines, 1):
-            if not text.endswith("\n"):
-                break  # being written at this moment
             if not text.strip():
                 continue
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:
                 line = None
+            if line is None and not text.endswith("\n"):
+                break  # being written at this moment
             if not isinstance(line, dict) or not isinstance(line.get("step"), int):
                 left_out.append(f"{source}: line {number}: " + ("not JSON" if line is None else "no step"))
                 continue

@@ -214,6 +214,33 @@ TEST(Metrics, become_an_event_file_for_tensor_board) {
   ended = run({PYTHON, SCRIPTS "/metrics_to_tensorboard.py", folder.file("metrics.jsonl"), folder.file("other")}, 60);
   EXPECT_NE(ended.code, 0);
   EXPECT_THAT(ended.output, HasSubstr("line 1: no step"));
+  std::ofstream(folder.file("metrics.jsonl")) << R"({"step":1,"loss":1})";  // whole, without its line end
+  ended = run({PYTHON, SCRIPTS "/metrics_to_tensorboard.py", folder.file("metrics.jsonl"), folder.file("other")}, 60);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("1 scalars"));
+}
+
+json report_of(const std::string& metrics) {
+  const TempFolder folder;
+  std::ofstream(folder.file("m.jsonl")) << metrics;
+  const auto ended = shoal({"report", folder.file("m.jsonl"), "-o", folder.file("r.html"), "--json", "-"});
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  return json::parse(ended.output)["runs"][0]["metrics"];
+}
+
+// Another program need not end it; of a run that still writes there may be a part.
+TEST(Report, a_last_line_without_its_end_is_read_if_it_is_whole) {
+  const std::string text = "{\"step\":1,\"loss\":1}\n{\"step\":2,\"loss\":0.5}";
+  EXPECT_EQ(report_of(text)["loss"]["count"], 2);
+  EXPECT_EQ(report_of(text + "\n{\"step\":3,\"loss\":0.2")["loss"]["count"], 2);
+}
+
+TEST(Report, a_metric_without_numbers_has_no_least_and_no_most) {
+  const auto metrics = report_of("{\"step\":1,\"loss\":NaN,\"lr\":0.5}\n");
+  for (const auto* figure : {"least", "most", "last"}) {
+    EXPECT_TRUE(metrics["loss"][figure].is_null()) << figure;
+    EXPECT_EQ(metrics["lr"][figure], 0.5) << figure;
+  }
 }
 
 // The wrappers' own test checks the details.

@@ -80,8 +80,8 @@ MetricsLine parse_metrics_line(std::string_view text, const std::string& subject
   return line;
 }
 
-// Complete lines from `offset` on, and the offset where each begins. What is longer than a line may be comes as its
-// beginning, also without a line end.
+// Lines from `offset` on, the offset where each begins, and whether its end is there. What is longer than a line may be
+// comes as its beginning.
 template <class Each>
 void read_lines(const InputFile& file, int64_t offset, const Each& each) {
   std::string piece(longest_line, '\0');
@@ -92,14 +92,14 @@ void read_lines(const InputFile& file, int64_t offset, const Each& each) {
     for (auto end = rest.find('\n'); end != std::string_view::npos; end = rest.find('\n')) {
       line += rest.substr(0, end);
       rest.remove_prefix(end + 1);
-      each(line, begin);
+      each(line, begin, /*has_end=*/true);
       begin = offset + size - static_cast<int64_t>(rest.size());
       line.clear();
     }
     offset += size;
     line += rest.substr(0, longest_line + 1 - std::min(line.size(), longest_line + 1));
   }
-  if (line.size() > longest_line) each(line, begin);
+  if (!line.empty()) each(line, begin, /*has_end=*/false);
 }
 
 // Number of the line that begins at this offset, from 1.
@@ -120,7 +120,7 @@ DamagedLines read_from(const std::filesystem::path& path, const InputFile& file,
                        const std::function<void(const MetricsLine& line)>& each) {
   DamagedLines damaged;
   bool any = false;
-  read_lines(file, offset, [&](const std::string& text, int64_t begin) {
+  read_lines(file, offset, [&](const std::string& text, int64_t begin, bool has_end) {
     const bool is_rest = std::exchange(is_part, false) && text.size() <= longest_line;
     if (is_rest || text.find_first_not_of(" \t\r") == std::string::npos) return;
     MetricsLine line;
@@ -129,6 +129,7 @@ DamagedLines read_from(const std::filesystem::path& path, const InputFile& file,
       const bool is_first = damaged.count == 0;
       line = parse_metrics_line(text, is_first ? path.string() : "");
     } catch (const UsageError& error) {
+      if (!has_end && text.size() <= longest_line) return;  // it is still being written
       if (damaged.count++ > 0) return;
       const auto fault = std::string(error.what()).substr(path.string().size());
       damaged.first = fmt::format("{}: line {}{}", path.string(), line_number(file, begin), fault);

@@ -34,8 +34,8 @@ struct DamagedLines {
   std::string in_words() const;
 };
 
-// Hands out all complete lines. A last one without its line end is still being written and is left out, as are values
-// that are not numbers. NaN, Infinity and -Infinity are numbers, as Python writes them. Reads piece by piece. UsageError
+// Hands out all complete lines; the last one may lack its line end. A part of a last line is still being written and is
+// left out, as are values that are not numbers. NaN, Infinity and -Infinity are numbers, as Python writes them. Reads piece by piece. UsageError
 // that names file and line if all lines are damaged.
 DamagedLines read_metrics(const std::filesystem::path& file, const std::function<void(const MetricsLine& line)>& each);
 

@@ -178,10 +178,12 @@ nlohmann::ordered_json to_json(const std::vector<RunReport>& runs) {
   for (const auto& run : runs) {
     nlohmann::ordered_json json{{"run", run.name}, {"metrics", nlohmann::ordered_json::object()}};
     for (const auto& [name, series] : run.series) {
-      json["metrics"][name] = {{"count", series.count()},  {"beyond", series.beyond()},
-                               {"last", series.last()},    {"least", series.least()},
-                               {"most", series.most()},    {"values_per_point", series.values_per_point()},
-                               {"points", series.points()}};
+      auto& metric = json["metrics"][name];
+      metric = {{"count", series.count()}, {"beyond", series.beyond()}, {"last", series.last()}};
+      for (const auto& [extreme, value] : {std::pair("least", series.least()), std::pair("most", series.most())})
+        metric[extreme] = series.count() > 0 ? nlohmann::ordered_json(value) : nullptr;
+      metric["values_per_point"] = series.values_per_point();
+      metric["points"] = series.points();
     }
     if (run.damaged.count > 0) json["damaged_lines"] = {{"count", run.damaged.count}, {"first", run.damaged.first}};
     for (const auto& event : run.events) json["events"].push_back(to_json(event));
