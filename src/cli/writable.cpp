@@ -62,6 +62,17 @@ void require_not_read(const char* option, const std::string& output, const std::
   }
 }
 
+void require_no_rank_file(const char* option, const std::string& output, const std::filesystem::path& folder,
+                          const std::string& extension) {
+  namespace fs = std::filesystem;
+  if (output.empty() || output == "-" || folder.empty()) return;
+  std::error_code error;
+  const auto full = fs::weakly_canonical(fs::absolute(output), error);
+  const bool is_one = full.filename().string().starts_with("rank-") && full.extension() == extension;
+  if (!is_one || !fs::equivalent(full.parent_path(), folder, error)) return;
+  refuse(option, output, "files of ranks have such names there; give another name");
+}
+
 void require_two_files(const char* option, const std::string& path, const char* other_option,
                        const std::string& other) {
   if (path.empty() || path == "-" || other.empty() || other == "-") return;

@@ -138,6 +138,11 @@ TEST(ResumeErrors, say_what_is_missing) {
   ASSERT_EQ(shoal({"train", "--data", "reference", "--steps", "2", "--save", folder.file("run")}).code, 0);
   refused({"--resume", folder.file("run"), "--steps", "2"}, "give more steps");
   refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
+  const auto alone = folder.file("run/model.safetensors");
+  refused({"--resume", alone, "--steps", "4"}, "--resume " + alone +
+                                                   ": it holds a model without the state of a "
+                                                   "training; give --partial");
+  EXPECT_EQ(shoal({"train", "--data", "reference", "--steps", "1", "--resume", alone, "--partial"}).code, 0);
 }
 
 // Saves after every step, so that most signals arrive in the middle of a save. The shell signals the launcher alone,

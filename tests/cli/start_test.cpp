@@ -219,6 +219,13 @@ TEST(Start, outputs_do_not_replace_what_the_command_reads_or_saves) {
     for (const std::string saved : {"/latest", "/model.safetensors"})
       expect_refused(reference({"--save", save, option, save + saved}), "are both " + save + saved);
   }
+  for (const std::string option : {"--json", "--metrics"}) {
+    for (const auto& [of_ranks, name] : {std::pair("--trace", "rank-0.json"), {"--flight-recorder", "rank-1.flight"}})
+      expect_refused(reference({of_ranks, folder.file("ranks"), option, folder.file("ranks/../ranks/") + name}),
+                     "files of ranks have such names there");
+  }
+  expect_refused({"launch", "--flight-recorder", save, "--json", save + "/rank-0.flight", "--", "true"},
+                 "--json: cannot write " + save + "/rank-0.flight: files of ranks have such names there");
   EXPECT_EQ(std::filesystem::file_size(text), 5000U);
   expect_refused(reference({"--metrics", "-"}), "--metrics -: it does not go to standard output: give a file");
   expect_refused({"bench", "--html", "-"}, "--html -: it does not go to standard output: give a file");

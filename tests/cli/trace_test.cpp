@@ -233,5 +233,19 @@ TEST(Trace, merge_refuses_what_is_not_a_trace) {
   EXPECT_THAT(ended.output, HasSubstr("rank-0.json is not a trace of one rank"));
 }
 
+TEST(Trace, merge_writes_nothing_that_the_next_merge_would_take_for_a_rank) {
+  const TempFolder folder;
+  train(folder, {"--model", "mlp", "--steps", "2", "--ranks", "2"});
+  for (const auto& outputs : std::vector<std::vector<std::string>>{
+           {"-o", folder.file("rank-9.json")}, {"-o", folder.file("job.json"), "--json", folder.file("rank-9.json")}}) {
+    std::vector<std::string> line{"trace", "merge", folder.path()};
+    line.insert(line.end(), outputs.begin(), outputs.end());
+    const auto ended = shoal(line);
+    EXPECT_EQ(ended.code, 1);
+    EXPECT_THAT(ended.output, HasSubstr("rank-9.json: files of ranks have such names there"));
+  }
+  EXPECT_EQ(shoal({"trace", "merge", folder.path(), "-o", folder.file("job.json")}).code, 0);
+}
+
 }  // namespace
 }  // namespace shoal::test::trace_test

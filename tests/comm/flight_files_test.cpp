@@ -61,6 +61,10 @@ TEST_F(FlightFiles, have_the_size_that_the_documents_say) {
               HasSubstr(fmt::format("Each file takes {},{:03} bytes", flight_bytes / 1000, flight_bytes % 1000)));
 }
 
+TEST_F(FlightFiles, a_file_that_is_given_twice_is_read_once) {
+  EXPECT_EQ(read_flights({folder_.path(), path_, folder_.path()}).size(), 1U);
+}
+
 TEST_F(FlightFiles, what_cannot_be_is_refused) {
   EXPECT_NO_THROW(verdict(read_flights({path_})));
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, size), std::numeric_limits<int32_t>::max()),

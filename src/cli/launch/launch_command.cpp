@@ -115,8 +115,9 @@ void add_launch_command(CLI::App& app, const std::vector<std::string>& program, 
     options->validate();
     require_known_address(options->address, options->port);
     require_not_standard_output("--json", *json);  // it has the output of the ranks
-    require_writable_file("--json", *json);
     require_writable_folder("--flight-recorder", options->flight_recorder);
+    require_writable_file("--json", *json);
+    require_no_rank_file("--json", *json, options->flight_recorder, ".flight");
     chosen = [options, json] {
       const auto start = std::chrono::steady_clock::now();
       const int code = launch(*options);

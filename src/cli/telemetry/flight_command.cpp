@@ -77,6 +77,7 @@ void add_flight_command(CLI::App& app, Action& chosen) {
         auto read = find_run(place).flights;
         if (std::filesystem::is_regular_file(place)) read.push_back(place);
         require_not_read("--json", options->json, read);
+        require_no_rank_file("--json", options->json, place, ".flight");
       }
       const auto sentences = verdict(flights);
       if (!options->json.empty()) write_json(options->json, to_json(flights, sentences, options->last));

@@ -33,6 +33,10 @@ void add_trace_command(CLI::App& app, Action& chosen) {
     require_two_files("--output", options->target, "--json", options->json);
     chosen = [options] {
       require_not_read("--json", options->json, trace_files(options->places));
+      for (const auto& place : options->places) {
+        require_no_rank_file("--output", options->target, place, ".json");
+        require_no_rank_file("--json", options->json, place, ".json");
+      }
       const auto merged = merge_traces(options->places, options->target);
       if (!options->json.empty()) {
         write_json(options->json, {{"output", options->target}, {"ranks", merged.ranks}, {"events", merged.events}});

@@ -12,6 +12,7 @@
 
 #include "base/end_process.h"
 #include "checkpoint/format/safetensors.h"
+#include "checkpoint/loading/reader.h"
 #include "cli/commands.h"
 #include "cli/exit_code.h"
 #include "cli/launch/ranks.h"
@@ -196,13 +197,15 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
   return ranks;
 }
 
-// Neither the report nor the metrics may replace what the training reads, or what it saves.
+// Neither the report nor the metrics may replace what the training reads, or what else it writes.
 void check_outputs(const TrainOptions& options, std::vector<std::filesystem::path> read) {
   const auto topology = options.strategy_options.find("topology_file");
   if (topology != options.strategy_options.end()) read.emplace_back(topology->second);
   require_writable_folder("--save", options.save);
   for (const auto& [option, path] : {std::pair("--json", options.json), std::pair("--metrics", options.metrics)}) {
     require_not_read(option, path, read);
+    require_no_rank_file(option, path, options.trace, ".json");
+    require_no_rank_file(option, path, options.flight_recorder, ".flight");
     if (!options.save.empty()) {
       for (const auto* saved : {"/latest", "/model.safetensors"})
         require_two_files(option, path, "--save", options.save + saved);
@@ -225,11 +228,23 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
   require_writable_folder("--trace", options.trace);
   require_writable_folder("--flight-recorder", options.flight_recorder);
   if (placement.rank != 0) return;
-  if (!options.trace.empty()) remove_traces(options.trace);
   check_outputs(options, data);
+  if (!options.trace.empty()) remove_traces(options.trace);
+}
+
+// A model alone, as --save and other programs write it, is refused once, and in the words of the command line.
+void check_resume(const TrainOptions& options) {
+  const bool joins = process_environment()(newcomer_variable).has_value();
+  if (options.resume.empty() || options.partial || options.resume_if_any || joins) return;
+  if (!CheckpointReader(options.resume, /*verify=*/false).index().strategy.empty()) return;
+  throw UsageError(
+      fmt::format("--resume {}: it holds a model without the state of a training; give --partial to begin with it at "
+                  "step 0",
+                  options.resume));
 }
 
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
+  check_resume(options);
   if (placement.source != "alone" || (ranks == 1 && options.elastic_most == 0)) return train_rank(options);
   LaunchOptions how{.ranks = ranks,
                     .threads = threads_per_rank(options, ranks),

@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 #include <sstream>
+#include <tuple>
 
 #include "base/input_file.h"
 #include "base/limits.h"
@@ -163,7 +164,13 @@ std::vector<Flight> read_flights(const std::vector<fs::path>& places) {
                                b.epoch_ns + (b.records.empty() ? 0 : b.records.back().entered);
                       })->job;
   std::erase_if(flights, [&](const Flight& flight) { return flight.job != newest; });
-  std::sort(flights.begin(), flights.end(), [](const Flight& a, const Flight& b) { return a.rank < b.rank; });
+  const auto order = [](const Flight& flight) {
+    return std::tuple(flight.rank, flight.host, flight.process.pid, flight.process.start_time);
+  };
+  std::sort(flights.begin(), flights.end(), [&](const Flight& a, const Flight& b) { return order(a) < order(b); });
+  // A file may be given twice, by itself and with its folder.
+  const auto same = [&](const Flight& a, const Flight& b) { return order(a) == order(b); };
+  flights.erase(std::unique(flights.begin(), flights.end(), same), flights.end());
   return flights;
 }
 

@@ -43,7 +43,7 @@ struct Flight {
 // UsageError names the file and the fault.
 Flight read_flight(const std::filesystem::path& file);
 
-// Flights of the newest job in these folders or files, by rank. UsageError if there is none.
+// Flights of the newest job in these folders or files, by rank, each process once. UsageError if there is none.
 std::vector<Flight> read_flights(const std::vector<std::filesystem::path>& places);
 
 }  // namespace shoal
