@@ -54,6 +54,8 @@ TEST(Completion, bash_offers_values_that_the_command_takes) {
   EXPECT_THAT(offered({"shoal", "bench", "--buffers", "s"}), ElementsAre("shared", "staged"));
   for (const std::string command : {"train", "plan"})
     EXPECT_THAT(offered({"shoal", command, "--compress", ""}), ElementsAre("none", "fp16", "bf16", "int8"));
+  EXPECT_THAT(offered({"shoal", "plan", "--dtype", ""}), AllOf(Contains("bf16_mixed"), Contains("mixed_fp32_grads")));
+  EXPECT_THAT(offered({"shoal", "train", "--dtype", ""}), Not(Contains("mixed")));
   EXPECT_THAT(offered({"shoal", "completion", ""}), ElementsAre("bash", "zsh"));
 }
 

@@ -110,6 +110,18 @@ TEST(TopologyCommand, BEY13_refuses_what_makes_no_sense) {
   EXPECT_THAT(refusal({"ring", "--ranks", "4", "--local-size", "3"}), HasSubstr("give a multiple of 3"));
   EXPECT_THAT(refusal({"ring", "--file", "x.json"}), HasSubstr("give the name of a topology or --file"));
   EXPECT_THAT(refusal({"--file", "x.json", "--seed", "1"}), HasSubstr("--seed is for named topologies"));
+  EXPECT_THAT(refusal({"ring", "--ranks", "4", "--seed", "1"}),
+              HasSubstr("--seed is for topology random, not for ring"));
+  for (const auto& more : std::vector<std::vector<std::string>>{{"ring"},
+                                                                {"--ranks", "-7"},
+                                                                {"--html", "x.html"},
+                                                                {"--svg", "x.svg"},
+                                                                {"--file", "x.json"},
+                                                                {"--seed", "1"}}) {
+    std::vector<std::string> line{"--list"};
+    line.insert(line.end(), more.begin(), more.end());
+    EXPECT_THAT(refusal(line), HasSubstr("--list takes no other option than --json, and no name"));
+  }
   EXPECT_THAT(refusal({"ring", "--ranks", "4", "--html", "-"}), HasSubstr("--html -: it does not go to"));
   EXPECT_THAT(refusal({"ring", "--ranks", "4", "--svg", "-"}), HasSubstr("--svg -: it does not go to"));
   EXPECT_THAT(refusal({"--file", "/nowhere/x.json"}), HasSubstr("cannot open /nowhere/x.json: No such file"));

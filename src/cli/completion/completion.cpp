@@ -60,6 +60,7 @@ KnownValues known_values() {
     values[{command, "--dtype"}] = precision_names();
     values[{command, "--compress"}] = {"none", "fp16", "bf16", "int8"};  // others have a number
   }
+  for (const auto* of_params : {"mixed", "mixed_fp32_grads"}) values[{"plan", "--dtype"}].emplace_back(of_params);
   for (const auto& [option, names] : known_collective_values()) values[{"bench", option}] = names;
   for (const auto& strategy : strategy_names()) {
     for (const auto& option : find_strategy(strategy).options) {

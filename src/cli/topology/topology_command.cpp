@@ -53,7 +53,12 @@ void check_outputs(const TopologyOptions& options) {
 }
 
 void check(const TopologyOptions& options) {
-  if (options.list) return;
+  if (options.list) {
+    const bool others = options.ranks || options.local_size || options.seed || !options.name.empty() ||
+                        !options.file.empty() || !options.html.empty() || !options.svg.empty();
+    if (others) throw UsageError("--list takes no other option than --json, and no name");
+    return;
+  }
   if (options.name.empty() == options.file.empty()) {
     throw UsageError("give the name of a topology or --file FILE (shoal topology --list)");
   }
@@ -62,6 +67,8 @@ void check(const TopologyOptions& options) {
     if (options.seed) throw UsageError("--seed is for named topologies, not for --file");
   } else if (!options.ranks) {
     throw UsageError(fmt::format("topology {}: give --ranks N", options.name));
+  } else if (options.seed && options.name != "random") {
+    throw UsageError(fmt::format("--seed is for topology random, not for {}", options.name));
   }
 }
 
@@ -93,12 +100,12 @@ void add_topology_command(CLI::App& app, Action& chosen) {
       app.add_subcommand("topology", "show the graph and the convergence of a topology for decentralised training");
   const auto options = std::make_shared<TopologyOptions>();
   command->add_option("name", options->name, "name of a topology, see --list");
-  command->add_flag("--list", options->list, "list the topologies");
+  command->add_flag("--list", options->list, "list the topologies, and do nothing else");
   command->add_option("--file", options->file, "read the topology from this JSON file (docs/topologies.md)");
   command->add_option("--ranks", options->ranks, "number of ranks (with --file: as in the file)");
   command->add_option("--local-size", options->local_size,
                       "ranks per host, for topologies that depend on hosts (default: 1)");
-  command->add_option("--seed", options->seed, "seed of random topologies (default: 0)");
+  command->add_option("--seed", options->seed, "seed of topology random (default: 0)");
   command->add_option("--html", options->html, "write an HTML page with drawings to this file");
   command->add_option("--svg", options->svg, "write a drawing of the rounds to this file");
   command->add_option("--json", options->json, "write rounds and figures as JSON to this file; - is standard output");
