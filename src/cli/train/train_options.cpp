@@ -333,7 +333,9 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
   command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();
   command.add_option("--steps", options.steps, "optimizer steps (default for reference data: 10)");
-  command.add_option("--epochs", options.epochs, "passes over the training data (default: 1)");
+  command.add_option("--epochs", options.epochs,
+                     "passes over the training data (default: 1); micro-batches at the end of one that do not fill a "
+                     "step are left out");
   command.add_option("--dtype", options.dtype, "float32, bf16_mixed, fp16_mixed, bf16, float64")->capture_default_str();
   command.add_option("--clip", options.clip, "clip gradients to this total norm; 0: no clipping")
       ->capture_default_str();
