@@ -138,6 +138,8 @@ TEST(ResumeErrors, say_what_is_missing) {
   ASSERT_EQ(shoal({"train", "--data", "reference", "--steps", "2", "--save", folder.file("run")}).code, 0);
   refused({"--resume", folder.file("run"), "--steps", "2"}, "give more steps");
   refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
+  // Its AdamW reads the checkpoint's state, its Muon does not.
+  refused({"--resume", folder.file("run"), "--steps", "4", "--optimizer", "muon"}, "is that of another optimizer");
   const auto alone = folder.file("run/model.safetensors");
   refused({"--resume", alone, "--steps", "4"}, "--resume " + alone +
                                                    ": it holds a model without the state of a "

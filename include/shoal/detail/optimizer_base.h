@@ -59,13 +59,18 @@ class OptimizerBase : public torch::optim::Optimizer {
   }
 
   // Calls check(parameter, state, options) for each parameter of these updates that has state, before anything changes.
+  // UsageError for a state of another type, which a checkpoint may have brought.
   template <class Groups, class Check>
   void check_states(const Groups& groups, const Check& check) const {
     for (size_t i = 0; i < groups.size(); ++i) {
       for (const auto& update : groups[i]) {
         const auto found = state_.find(update.parameter.unsafeGetTensorImpl());
         if (found == state_.end()) continue;
-        check(update.parameter, static_cast<const State&>(*found->second), options_of(i));
+        const auto* state = dynamic_cast<const State*>(found->second.get());
+        if (state == nullptr) {
+          throw UsageError("the state of a parameter is that of another optimizer: take the same one, or new state");
+        }
+        check(update.parameter, *state, options_of(i));
       }
     }
   }
