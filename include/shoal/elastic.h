@@ -191,8 +191,8 @@ struct ElasticOptions {
 // - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
 //   in_epoch() with another epoch.
 // - A schedule keeps its own count: if (world.joining()) schedule.set_position(elastic.steps()), after the constructor. In a
-//   job that was resumed, steps() counts from the resumption: add the steps before it. Learning rates that differ from rank
-//   to rank in a step make the newcomers leave.
+//   job that was resumed, steps() counts from the resumption: add the steps before it. Options of the optimizer and
+//   parameters that differ from rank to rank in a step make the newcomers leave, and so do different operations.
 // - Nothing communicates between the constructor and in_epoch(), or the first step() without a sampler, because the other
 //   ranks do not make these calls: a UsageError in a newcomer.
 // - Batch size and learning rate do not follow from world.size(), which is 1 in a newcomer's constructors.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ._C import DisagreeError
 from .optim import ShardedOptimizer
 
 __all__ = ["GradScaler"]
@@ -13,7 +14,8 @@ __all__ = ["GradScaler"]
 
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that also takes OSS and FullyShardedOptimizer, whose gradients lie on several ranks: each rank
-    unscales what it owns, and all ranks skip a step together. unscale_() is collective.
+    unscales what it owns, and all ranks skip a step together. unscale_() is collective, and a DisagreeError if ranks have
+    different scales: what they have summed is gradients of losses that were scaled differently.
 
     DistributedOptimizer has a scaler of its own: its option `scaler`, and scale_loss().
     """
@@ -30,5 +32,12 @@ class GradScaler(torch.amp.GradScaler):
         found = found_inf.clone()
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale)
-        optimizer._core.all_reduce_max(found)
-        return {found.device: found}
+        most = torch.stack((found, inv_scale, -inv_scale))
+        optimizer._core.all_reduce_max(most)
+        if most[1] != -most[2]:
+            raise DisagreeError(
+                f"GradScaler: ranks have loss scales from {1 / most[1].item():g} to {-1 / most[2].item():g}, and this one has "
+                f"{1 / inv_scale.item():g}: make the scaler alike on every rank, and give its state to ranks that join an "
+                "elastic job: shoal.Elastic(..., state={...})"
+            )
+        return {found.device: most[0]}

@@ -56,7 +56,8 @@ class Elastic:
     anew. When the ranks change, the default process group is made again with those that there are: dist.get_rank(),
     get_world_size() and collectives are theirs, and other process groups have ended (CommError). What communicates between two
     steps belongs in together(). A newcomer is alone, rank 0 of 1, until this constructor has returned: it makes model,
-    optimizer, schedule and sampler as any rank does, and nothing that follows from the number of ranks.
+    optimizer, schedule and sampler as any rank does, and nothing that follows from the number of ranks. Counters of its own begin
+    at 0: let evaluations and the like follow from `steps`.
 
     Options:
       min_ranks: JobLost if fewer are left.
@@ -67,7 +68,8 @@ class Elastic:
       shares: into which keep_global_batch is divided; at least as many as there will be ranks.
       tensors: more tensors that are equal on all ranks and that a newcomer gets, such as an average of the weights.
       state: objects with state_dict() and load_state_dict(), equal on all ranks, that a newcomer gets, by name: schedules. A
-        torch.amp.GradScaler must be among them: what it has unscaled in a step that is undone is forgotten.
+        torch.amp.GradScaler must be among them: what it has unscaled in a step that is undone is forgotten, and a newcomer's would
+        begin anew, which only shoal.amp.GradScaler finds at once.
       on_change: called with an ElasticChange on each rank but newcomers; None: rank 0 writes a line.
       metrics: file to which rank 0 appends a line for each change. checkpoints: folder whose last one JobLost names.
 

@@ -216,6 +216,19 @@ def test_PY06_the_scaler_sees_what_the_program_did_to_gradients():
     on_ranks(trains)
 
 
+def test_PY06_the_scaler_refuses_scales_that_differ():
+    def trains(rank):
+        net = torch.nn.Linear(3, 1, bias=False)
+        model = shoal.nn.FullyShardedDataParallel(net)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        scaler = shoal.amp.GradScaler(init_scale=4.0 + rank)
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        with pytest.raises(shoal.DisagreeError, match=f"scales from 4 to 5, and this one has {4 + rank}: "):
+            scaler.unscale_(optimizer)
+
+    on_ranks(trains)
+
+
 def test_PY06_the_scaler_refuses_gradients_set_by_hand_that_ranks_do_not_share():
     def trains(rank):
         net = torch.nn.Linear(3, 1, bias=False)

@@ -205,14 +205,17 @@ void Elastic::recover_from(const CommError& error) {
 }
 
 void Elastic::recover_from(const DisagreeError& error) {
-  if (!state_->generations->has_trial()) throw;
+  if (!state_->can_blame()) throw;
+  state_->differ = true;
   recover_or_leave(error.what());
 }
 
 void Elastic::recover_or_leave(const std::string& why) {
   try {
     const bool newcomers_fail = state_->blame_newcomers(why);
-    if (!newcomers_fail && state_->generations->is_on_trial() && !state_->generations->broken()) throw;
+    const auto& generations = *state_->generations;
+    const bool leaves = generations.is_on_trial() ? !generations.broken() : state_->is_to_blame();
+    if (!newcomers_fail && leaves) throw;
     recover();
   } catch (...) {
     state_->rethrow_from_trial();

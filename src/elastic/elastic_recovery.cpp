@@ -48,7 +48,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   const auto done_before = done;
   const auto updated_before = parts->updated_elements();
   const bool comes = generations->is_newcomer();
-  asked = false;
+  asked = differ = false;
   int late = 0;
   bool with_newcomers = false;
   while (true) {

@@ -10,6 +10,7 @@
 
 #include "comm/membership/generations.h"
 #include "elastic/admission.h"
+#include "elastic/comparison.h"
 #include "elastic/earlier_gradients.h"
 #include "elastic/elastic_parts.h"
 #include "elastic/global_batch.h"
@@ -68,10 +69,13 @@ struct Elastic::State {
   void begin_loop();
   // Compares what ranks may set for themselves. UsageError on all ranks; none has the step's gradients then.
   void compare_in_trial();
-  // Learning rate of each param group, and minus it.
-  std::vector<double> rates() const;
-  void require_equal_rates(const std::vector<double>& own, const std::vector<double>& most);
+  // UsageError if the ranks' maxima say that they differ.
+  void require_alike(const Comparison& own, const std::vector<double>& most);
   bool is_one_of(const MemberList& members) const;
+  // Whether there are newcomers, beside other ranks, to which a difference between ranks is put down.
+  bool can_blame() const;
+  // Whether this rank is one of them, and ranks do differ.
+  bool is_to_blame() const;
   // Between steps, or when one has failed: whether newcomers are dropped, so that a recovery helps.
   bool blame_newcomers(const std::string& why);
   // Rethrows the present exception; on trial, this rank leaves the job, with a UsageError.
@@ -131,7 +135,7 @@ struct Elastic::State {
   bool in_place = true;           // this rank's sampler is in the job's epoch, in a newcomer
   size_t first_epoch = 0;
   bool proven = true;                        // this rank has completed a step with others; false: a newcomer
-  bool rates_differ = false;                 // from rank to rank, as all ranks have found in this step
+  bool differ = false;                       // ranks do, as all of them have found, and newcomers may be why
   MemberList trial;                          // members of the present generation that have not, as all ranks know
   double step_seconds = 0;                   // the longest complete step so far
   std::chrono::milliseconds longest_wait{};  // for a late rank; 0: the world's limit

@@ -55,9 +55,12 @@ bool Elastic::State::meet(bool map) {
   values.resize(values.size() + static_cast<size_t>(world.size()));  // by rank
   values[static_cast<size_t>(drops + world.rank())] = static_cast<double>(dropped);
   const auto fixed = static_cast<int64_t>(values.size());
-  // A newcomer's schedule may be at another place than the others'.
-  const auto own_rates = generations->have_come().empty() ? std::vector<double>() : rates();
-  values.insert(values.end(), own_rates.begin(), own_rates.end());
+  std::optional<Comparison> own;
+  if (!generations->have_come().empty()) {
+    own.emplace(*parts, done);
+    const auto set = own->values();
+    values.insert(values.end(), set.begin(), set.end());
+  }
   const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "commit of the step"});
   if (most[3] != 0) earlier.refuse();
   if (most[5] != -most[6]) {
@@ -73,7 +76,7 @@ bool Elastic::State::meet(bool map) {
                     "many, so give their loaders the same batch size",
                     -most[1], most[0]));
   }
-  require_equal_rates(own_rates, {most.begin() + fixed, most.end()});
+  if (own) require_alike(*own, {most.begin() + fixed, most.end()});
   asked = most[4] != 0;
   return most[2] != 0;
 }
@@ -243,8 +246,9 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     return done > before;
   } catch (const Error& error) {
     leave_step();
-    const bool of_ranks = dynamic_cast<const UsageError*>(&error) || dynamic_cast<const DisagreeError*>(&error);
-    if (!of_ranks || !blame_newcomers(error.what())) {
+    const bool disagree = dynamic_cast<const DisagreeError*>(&error) != nullptr;
+    if (disagree) differ = can_blame();
+    if ((!disagree && dynamic_cast<const UsageError*>(&error) == nullptr) || !blame_newcomers(error.what())) {
       skip_step();
       throw;
     }

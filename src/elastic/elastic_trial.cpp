@@ -1,7 +1,6 @@
 // The first steps of a rank that has come to the job.
 
 #include <fmt/format.h>
-#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <chrono>
@@ -9,7 +8,6 @@
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
 #include "elastic/elastic_state.h"
-#include "optim/named_options.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -64,24 +62,15 @@ void Elastic::State::end_trial() {
   limit_waits();
 }
 
-std::vector<double> Elastic::State::rates() const {
-  std::vector<double> list;
-  for (const auto& group : parts->optimizer().param_groups()) {
-    const auto named = named_options(group.options());
-    const double rate = named.contains("lr") && named["lr"].is_number() ? named["lr"].get<double>() : 0;
-    list.insert(list.end(), {rate, -rate});
-  }
-  return list;
-}
-
 bool Elastic::State::is_one_of(const MemberList& members) const {
   return std::binary_search(members.begin(), members.end(), generations->self());
 }
 
 void Elastic::State::compare_in_trial() {
-  const auto own = rates();
+  const Comparison own(*parts, done);
   std::vector<double> values{static_cast<double>(samples), -static_cast<double>(samples)};
-  values.insert(values.end(), own.begin(), own.end());
+  const auto set = own.values();
+  values.insert(values.end(), set.begin(), set.end());
   const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "first step of a newcomer"});
   if (sampler != nullptr && most[0] != -most[1]) {
     throw UsageError(fmt::format(
@@ -89,39 +78,40 @@ void Elastic::State::compare_in_trial() {
         "that follows from the number of ranks must not differ in a rank that comes",
         -most[1], most[0], samples));
   }
-  require_equal_rates(own, {most.begin() + 2, most.end()});
+  require_alike(own, {most.begin() + 2, most.end()});
 }
 
-void Elastic::State::require_equal_rates(const std::vector<double>& own, const std::vector<double>& most) {
-  for (size_t i = 0; i + 1 < own.size(); i += 2) {
-    if (most[i] == -most[i + 1]) continue;
-    rates_differ = true;
-    throw UsageError(fmt::format(
-        "Elastic: ranks have learning rates from {} to {} in param group {}, and this one has {}: a newcomer "
-        "gets the job's at first, and its schedule must be brought to the job's position, for example by "
-        "schedule.set_position(elastic.steps())",
-        -most[i + 1], most[i], i / 2, own[i]));
-  }
+void Elastic::State::require_alike(const Comparison& own, const std::vector<double>& most) {
+  const auto difference = own.difference(most);
+  if (difference.empty()) return;
+  differ = can_blame();
+  ready = Ready::no;  // the gradients are those of parameters that differ
+  throw UsageError("Elastic: " + difference);
 }
 
-// All ranks know of rates that differ; those of the first ranks count.
+bool Elastic::State::can_blame() const {
+  const auto come = generations->have_come().size();
+  return generations->has_trial() || (come > 0 && come < generations->members().size());
+}
+
+bool Elastic::State::is_to_blame() const {
+  const auto come = generations->have_come();
+  return differ && is_one_of(come) && come.size() < generations->members().size();
+}
+
+// All ranks know that they differ; the first ranks count.
 bool Elastic::State::blame_newcomers(const std::string& why) {
-  if (rates_differ && !generations->has_trial()) {
+  if (differ && !generations->has_trial()) {
     const auto come = generations->have_come();
-    if (come.size() == generations->members().size() || is_one_of(come)) return false;
-    rates_differ = false;
+    if (is_one_of(come)) return false;
     generations->drop(come, why);
     return true;
   }
-  if (!generations->has_trial() || !generations->drop_newcomers(why)) return false;
-  rates_differ = false;
-  return true;
+  return generations->has_trial() && generations->drop_newcomers(why);
 }
 
 void Elastic::State::rethrow_from_trial() {
-  const auto come = generations->have_come();
-  const bool is_wrong = rates_differ && is_one_of(come) && come.size() < generations->members().size();
-  if (!generations->is_on_trial() && !is_wrong) throw;
+  if (!generations->is_on_trial() && !is_to_blame()) throw;
   generations->resign();
   try {
     throw;
@@ -129,6 +119,11 @@ void Elastic::State::rethrow_from_trial() {
     throw;
   } catch (const JobLost&) {
     throw;
+  } catch (const DisagreeError& error) {
+    throw UsageError(fmt::format(
+        "Elastic: this newcomer leaves the job, because it does not do what the other ranks do: {}; its own counters "
+        "have begun anew, so let evaluations and the like follow from elastic.steps()",
+        error.what()));
   } catch (const Error& error) {
     throw UsageError(fmt::format(
         "Elastic: this newcomer leaves the job, because it failed before its first step with the others was "

@@ -1,0 +1,38 @@
+#pragma once
+// What ranks of an elastic job set for themselves and must have in common.
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "elastic/elastic_parts.h"
+
+namespace shoal {
+
+// Learning rate and other options of each param group, and, where every rank holds all parameters, some elements of them. A
+// newcomer begins with the job's, and its program may change them in another way.
+class Comparison {
+ public:
+  // step: whose elements are taken: other ones in each step. The same on all ranks.
+  Comparison(const ElasticParts& parts, int64_t step);
+
+  // Each value, and minus it, for one maximum over the ranks.
+  std::vector<double> values() const;
+  // What differs, in words; empty: nothing. most: the maxima of values().
+  std::string difference(const std::vector<double>& most) const;
+
+ private:
+  enum class Kind { rate, options, element };
+  struct Value {
+    Kind kind;
+    double value;
+    double relative;   // difference that rounding may explain
+    std::string what;  // param group with its options, or parameter
+  };
+  void add_elements(const std::vector<NamedTensor>& parameters, int64_t step);
+
+  std::vector<Value> compared_;
+};
+
+}  // namespace shoal
