@@ -186,7 +186,7 @@ struct ElasticOptions {
 // program; world.joining() is true in it. It constructs model, wrapper, optimizer, schedule and sampler alone, as a world of
 // one rank, without the former ranks' checkpoint; so it holds whole parameters and optimizer state until it has joined, with
 // a sharded strategy, too. The constructor of Elastic waits until the others are between two steps, and gives it their
-// parameters, buffers, optimizer state, learning rates, loss scale and place in the epoch; then the ranks change as after a
+// parameters, buffers, optimizer state, options, loss scale and place in the epoch; then the ranks change as after a
 // death, and step() returns false on the others. In the loop:
 // - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
 //   in_epoch() with another epoch.
@@ -198,7 +198,7 @@ struct ElasticOptions {
 // - Batch size and learning rate do not follow from world.size(), which is 1 in a newcomer's constructors.
 // - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors or
 //   give and take, or begins anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
-// A newcomer that does not fit the job (model, optimizer and its options, transport, wrapper's options, sampler) gets a
+// A newcomer that does not fit the job (model, optimizer and its options but for numbers, transport, wrapper's options, sampler) gets a
 // UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer over sockets,
 // optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice
 // it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError

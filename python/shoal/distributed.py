@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from . import _C
 from ._C import Group, UsageError
 
-__all__ = ["Options", "group_of", "host_groups"]
+__all__ = ["Options", "group_of", "host_groups", "joining"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,12 @@ def host_groups(process_group: dist.ProcessGroup | Group | None = None, size: in
     """(the ranks of this host, the ranks with this rank's index on all hosts). size: take so many consecutive ranks for a
     host. Collective."""
     return _C.host_groups(group_of(process_group), size)
+
+
+def joining() -> bool:
+    """Whether this process was started to join an elastic job that runs already, as World::joining() in C++. Known from the
+    import on: such a process loads no checkpoint before shoal.Elastic is made, which gives it the job's state."""
+    return _alone
 
 
 def _group_or_none(process_group: dist.ProcessGroup) -> Group | None:

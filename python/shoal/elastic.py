@@ -56,8 +56,9 @@ class Elastic:
     anew. When the ranks change, the default process group is made again with those that there are: dist.get_rank(),
     get_world_size() and collectives are theirs, and other process groups have ended (CommError). What communicates between two
     steps belongs in together(). A newcomer is alone, rank 0 of 1, until this constructor has returned: it makes model,
-    optimizer, schedule and sampler as any rank does, and nothing that follows from the number of ranks. Counters of its own begin
-    at 0: let evaluations and the like follow from `steps`.
+    optimizer, schedule and sampler as any rank does, and nothing that follows from the number of ranks. It loads no
+    checkpoint, as the state comes from the job: `if not shoal.distributed.joining()`. Counters of its own begin at 0: let
+    evaluations and the like follow from `steps`.
 
     Options:
       min_ranks: JobLost if fewer are left.

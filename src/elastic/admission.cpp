@@ -51,7 +51,7 @@ void Admission::follow_order(const std::vector<size_t>& order) const {
 // Everything but the values of tensors.
 std::string Admission::state_text(const Position& position) const {
   Json json;
-  json["terms"] = terms_.text(JoinTerms::Options::names);
+  json["terms"] = terms_.text();
   json["done"] = position.done;
   json["changes"] = position.changes;
   json["steps_before"] = position.steps_before;
@@ -93,7 +93,7 @@ std::vector<at::Tensor> Admission::plain_tensors() const {
 
 void Admission::take(const std::string& text, const Group& group, int from, Position& position) const {
   const auto json = Json::parse(text);
-  terms_.require_alike(json.at("terms").get<std::string>(), JoinTerms::Options::names);
+  terms_.require_alike(json.at("terms").get<std::string>());
   for (const auto& tensor : plain_tensors()) receive(group, from, tensor);
   OptimizerState whole;
   for (const auto& one : json.at("state")) {  // in the order in which they are sent

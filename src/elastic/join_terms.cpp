@@ -47,14 +47,16 @@ bool follows_ranks(const std::string& setting) {
   return setting == "shard_size" || setting == "parameters_once_per_host";
 }
 
-// Without the learning rate, which a newcomer gets.
-std::string in_words(const torch::optim::OptimizerOptions& options, JoinTerms::Options how) {
-  auto named = named_options(options);
-  named.erase("lr");
-  if (how == JoinTerms::Options::values) return fmt::format("{} {}", type_of(options), named.dump());
-  std::vector<std::string> names;
-  for (const auto& [name, value] : named.items()) names.push_back(name);
-  return fmt::format("{} {}", type_of(options), fmt::join(names, " "));
+// Numbers without their values, which schedules change and a newcomer gets.
+std::string in_words(const torch::optim::OptimizerOptions& options) {
+  const auto is_number = [](const nlohmann::json& value) { return number_from(value).has_value(); };
+  std::vector<std::string> list;
+  const auto named = named_options(options);
+  for (const auto& [name, value] : named.items()) {
+    const bool numbers = value.is_array() ? std::all_of(value.begin(), value.end(), is_number) : is_number(value);
+    list.push_back(numbers ? name : fmt::format("{} {}", name, value.dump()));
+  }
+  return fmt::format("{} {}", type_of(options), fmt::join(list, ", "));
 }
 
 std::string shape_of(const at::Tensor& tensor) {
@@ -105,7 +107,7 @@ std::string JoinTerms::why_closed() const {
   return "";
 }
 
-std::vector<std::string> JoinTerms::lines(Options options) const {
+std::vector<std::string> JoinTerms::lines() const {
   const auto data = parts_.logging_data();
   std::vector<std::string> lines{
       fmt::format("libtorch: {}", TORCH_VERSION),
@@ -146,7 +148,7 @@ std::vector<std::string> JoinTerms::lines(Options options) const {
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& parameters = groups[i].params();
     lines.push_back(
-        fmt::format("param group {}: {} parameters, {}", i, parameters.size(), in_words(groups[i].options(), options)));
+        fmt::format("param group {}: {} parameters, {}", i, parameters.size(), in_words(groups[i].options())));
     std::vector<std::string> list;
     for (const auto& parameter : parameters) list.push_back(names[parameter.unsafeGetTensorImpl()]);
     lines.push_back(fmt::format("parameters of group {}: {}", i, fmt::join(list, ", ")));
@@ -159,18 +161,18 @@ std::vector<std::string> JoinTerms::lines(Options options) const {
   return lines;
 }
 
-std::string JoinTerms::text(Options options) const {
-  return fmt::format("{}\n", fmt::join(lines(options), "\n"));
+std::string JoinTerms::text() const {
+  return fmt::format("{}\n", fmt::join(lines(), "\n"));
 }
 
 void JoinTerms::publish(JoinTable& table) const {
   const auto why = why_closed();
-  why.empty() ? table.publish(text(Options::values)) : table.close(why);
+  why.empty() ? table.publish(text()) : table.close(why);
 }
 
-void JoinTerms::require_alike(const std::string& job, Options options) const {
+void JoinTerms::require_alike(const std::string& job) const {
   const auto theirs = lines_of(job);
-  const auto own = lines(options);
+  const auto own = lines();
   std::vector<std::string> differences;
   for (size_t i = 0; i < std::max(theirs.size(), own.size()); ++i) {
     const auto here = i < own.size() ? own[i] : "nothing more";
@@ -200,7 +202,7 @@ void JoinTerms::require_alike(JoinTable& table, int timeout_seconds, const std::
     if (while_waiting) while_waiting();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  require_alike(*table.description(), Options::values);
+  require_alike(*table.description());
 }
 
 }  // namespace shoal

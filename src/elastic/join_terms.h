@@ -13,7 +13,7 @@
 namespace shoal {
 
 // A newcomer compares itself with the job before it asks to join, so that one that does not fit ends alone, and once more
-// with what it gets, but for the values of the optimizer's options: schedules change them, and it gets the job's.
+// with what it gets. Numbers among the optimizer's options are not compared: schedules change them, and it gets the job's.
 class JoinTerms {
  public:
   // The arguments must outlive this object. sampler, training: nullptr: there is none. transport: of WorldOptions.
@@ -25,18 +25,17 @@ class JoinTerms {
   // In a newcomer: waits for what members have said, and compares it with this process. Calls while_waiting about every 10
   // ms. UsageError that lists what differs, or says why nobody can join.
   void require_alike(JoinTable& table, int timeout_seconds, const std::function<void()>& while_waiting) const;
-  // The same with the text of a member, as text() has it with these.
-  enum class Options { values, names };
-  void require_alike(const std::string& job, Options options) const;
+  // The same with the text() of a member.
+  void require_alike(const std::string& job) const;
 
   // Line by line what must be equal; a line begins with what it is about.
-  std::string text(Options options) const;
+  std::string text() const;
   // The loss scaler beside the optimizer; nullptr: none.
   GradScaler* scaler() const;
 
  private:
   std::string why_closed() const;
-  std::vector<std::string> lines(Options options) const;
+  std::vector<std::string> lines() const;
 
   const ElasticParts& parts_;
   const DistributedSampler* sampler_;

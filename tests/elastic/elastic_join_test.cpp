@@ -146,6 +146,38 @@ TEST(ElasticJoin, ELA06_the_learning_rate_a_scaler_and_tensors_of_the_program_co
   EXPECT_EQ(job.end_of(newcomer).text, first.text);
 }
 
+// As in a job that was resumed with a schedule that cycles them.
+TEST(ElasticJoin, ELA06_numbers_among_the_optimizers_options_come_with_the_state) {
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    JoinParts parts(world);
+    const double first = world.joining() ? 0.9 : 0.8;
+    torch::optim::AdamW optimizer(parts.net->parameters(), torch::optim::AdamWOptions(0.01).betas({first, 0.99}));
+    const auto quiet = [](const ElasticChange&) {};
+    Elastic elastic(world, parts.parallel, optimizer, {.on_change = quiet});
+    const auto& options = static_cast<torch::optim::AdamWOptions&>(optimizer.param_groups()[0].options());
+    const auto x = test::inputs_of({1, 2});
+    while (elastic.steps() < 12) {
+      while (record->last_step != 0 && elastic.steps() >= record->last_step) usleep(200);
+      const auto compute = [&] { test::loss_of(parts.parallel.forward(x), x).backward(); };
+      if (elastic.step(2, compute, [&] { optimizer.step(); })) record->evaluations[world.rank()] = elastic.steps();
+      optimizer.zero_grad();
+    }
+    return fmt::format("{} {} on {}", test::hash_of(optimizer, *parts.net), std::get<0>(options.betas()), world.size());
+  };
+  record->last_step = 5;
+  JoinJob job(2, body);
+  ASSERT_TRUE(JoinJob::comes_true([&] { return record->evaluations[0] == 5 && record->evaluations[1] == 5; }));
+  const int newcomer = job.add(body);
+  ASSERT_TRUE(job.comes_to_knock(newcomer));
+  record->last_step = 0;
+  const auto first = job.end_of(0);
+  EXPECT_NE(first.text.find(" 0.8 on 3"), std::string::npos) << first.text;
+  EXPECT_EQ(job.end_of(1).text, first.text);
+  EXPECT_EQ(job.end_of(newcomer).text, first.text);
+}
+
 // As a program does that loads weights at its start.
 TEST(ElasticJoin, ELA06_a_newcomer_has_replaced_its_parameters_after_they_were_wrapped) {
   const test::SharedRecord record;

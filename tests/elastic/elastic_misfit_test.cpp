@@ -42,7 +42,7 @@ std::vector<Misfit> misfits() {
   std::vector<Misfit> list;
   list.push_back({"param group 0: 6 parameters", [=](const World& world) {
                     JoinParts parts(world);
-                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01).betas({0.8, 0.999}));
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01).amsgrad(true));
                     return elastic(world, parts, optimizer);
                   }});
   list.push_back({"parameters of group 0: third.bias, ", [=](const World& world) {
