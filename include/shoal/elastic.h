@@ -28,7 +28,7 @@ namespace shoal {
 struct ElasticChange {
   uint64_t generation = 0;        // number of the present one; the first is 1
   std::vector<int> lost{};        // ranks that have ended, by their number in the world before
-  std::vector<int> lost_first{};  // the same by the launcher's number, which is that at the start
+  std::vector<int> lost_first{};  // the same by the launcher's number
   std::vector<int> joined{};      // ranks that have come, by the launcher's number
   int ranks = 0;                  // ranks that go on
   int64_t step = 0;               // complete steps
@@ -39,7 +39,7 @@ struct ElasticChange {
   // updated 811". Empty: none was lost.
   std::string taken_over{};
 
-  // "rank 1 (2 at the start) has ended; 3 ranks go on after step 17, which was finished, 12 ms later; the others ..."
+  // "rank 1 (number 2 of the launcher) has ended; 3 ranks go on after step 17, which was finished, 12 ms later; the others ..."
   std::string text() const;
   // The same as a line of a metrics file, which `shoal report` and `shoal top` read: {"step": 17, "event": text(),
   // "generation": 2, "lost": [2], "joined": [], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1, "taken_over": "the

@@ -9,7 +9,7 @@ std::string ElasticChange::text() const {
   std::vector<std::string> ranks_lost;
   for (size_t i = 0; i < lost.size(); ++i) {
     const bool renumbered = i < lost_first.size() && lost_first[i] != lost[i];
-    ranks_lost.push_back(renumbered ? fmt::format("{} ({} at the start)", lost[i], lost_first[i])
+    ranks_lost.push_back(renumbered ? fmt::format("{} (number {} of the launcher)", lost[i], lost_first[i])
                                     : std::to_string(lost[i]));
   }
   auto who = lost.empty() ? std::string("no rank has ended")

@@ -58,9 +58,9 @@ TEST(ElasticTold, ELA11_metrics_report_top_and_flight_recorder_tell_who_died_and
       EXPECT_NE(event["event"].get<std::string>().find(" ms later; every rank has all parameters"), std::string::npos);
     }
     EXPECT_EQ(events[0]["event"].get<std::string>().find("rank 0 has ended; 2 ranks go on after step 2"), 0U);
-    EXPECT_EQ(
-        events[1]["event"].get<std::string>().find("rank 1 (2 at the start) has ended; 1 rank goes on after step 5"),
-        0U);
+    EXPECT_EQ(events[1]["event"].get<std::string>().find(
+                  "rank 1 (number 2 of the launcher) has ended; 1 rank goes on after step 5"),
+              0U);
   };
   json lines = json::array();
   std::ifstream file(metrics);
@@ -77,7 +77,7 @@ TEST(ElasticTold, ELA11_metrics_report_top_and_flight_recorder_tell_who_died_and
       of_program({"report", folder.path(), "-o", page, "--json", folder.file("r.json")}, folder.file("r.json"));
   check(report["runs"][0]["events"]);
   EXPECT_FALSE(report["runs"][0]["metrics"].contains("recovery_ms")) << "no metric of a step";
-  EXPECT_NE(text_of(page).find("rank 1 (2 at the start) has ended"), std::string::npos);
+  EXPECT_NE(text_of(page).find("rank 1 (number 2 of the launcher) has ended"), std::string::npos);
 
   const auto top = of_program({"top", folder.path(), "--json", folder.file("t.json")}, folder.file("t.json"));
   check(top["events"]);
