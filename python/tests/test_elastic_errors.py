@@ -4,6 +4,7 @@ import os
 import signal
 import time
 import traceback
+from datetime import timedelta
 
 import pytest
 import torch
@@ -158,6 +159,33 @@ def test_ELA02_a_loss_scaler_forgets_a_step_that_is_undone(wrap):
     outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
     for rank in (0, 2):
         assert outcomes[rank][1] == [True, True, False, True, True, True], outcomes[rank]
+
+
+def test_ELA10_a_job_lost_in_an_update_names_who_is_waited_for_and_the_checkpoint(tmp_path):
+    stopped = tmp_path / "pid"
+
+    def run(rank):
+        net = make_net()
+        model, optimizer = zero2(net)
+        elastic = shoal.Elastic(model, optimizer, checkpoints=tmp_path / "run")
+
+        def update():
+            if rank == 1:
+                stopped.write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            optimizer.step()
+
+        try:
+            elastic.step(1, lambda: loss_of(model(X), Y).backward(), update)
+        except shoal.JobLost as error:
+            return str(error)
+        finally:
+            os.kill(int(stopped.read_text()), signal.SIGKILL)
+
+    outcomes = Ranks(run, ranks=2, init={"timeout": timedelta(seconds=3)}).outcomes(timeout=30)
+    awaited = f"rank 1 (pid {stopped.read_text()}; the launcher's number), alive, but stopped or not in step()"
+    lost = f"the update of a step has waited 3 s for {awaited} ({tmp_path / 'run'} has none yet)"
+    assert outcomes[0] == (True, lost), outcomes
 
 
 @pytest.mark.parametrize("wrap", [ddp, zero2])

@@ -60,7 +60,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
                                               milliseconds(options.silent_host_seconds));
   if (generations->is_newcomer()) {
     begun = in_place = proven = false;
-    recover(nullptr);
+    naming_checkpoint([this] { recover(nullptr); });
     cell_of(world)->state->withheld = true;
   }
   parts->guard();
@@ -180,8 +180,8 @@ bool Elastic::in_epoch() {
 }
 
 bool Elastic::step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update) {
-  return state_->step(
-      samples, [&] { state_->batch.compute(state_->done, compute); }, update);
+  const auto all = [&] { state_->batch.compute(state_->done, compute); };
+  return state_->naming_checkpoint([&] { return state_->step(samples, all, update); });
 }
 
 bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
@@ -196,7 +196,7 @@ bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int6
     state_->batch.compute(state_->done, samples, compute);
     prepare();
   };
-  return state_->step(samples, whole, update);
+  return state_->naming_checkpoint([&] { return state_->step(samples, whole, update); });
 }
 
 int64_t Elastic::batch_size() const {
@@ -205,7 +205,7 @@ int64_t Elastic::batch_size() const {
 
 void Elastic::recover() {
   state_->require_between_steps("recover()");
-  state_->recover(nullptr);
+  state_->naming_checkpoint([&] { state_->recover(nullptr); });
 }
 
 void Elastic::recover_from(const CommError& error) {

@@ -20,8 +20,10 @@ namespace {
 
 constexpr int most_late_recoveries = 5;  // of one change of the ranks
 
-// The sentence of a lost job, with its last checkpoint.
-std::string with_checkpoint(const std::string& lost, const std::string& folder) {
+}  // namespace
+
+std::string Elastic::State::with_checkpoint(const std::string& lost) const {
+  const auto& folder = options.checkpoints;
   if (folder.empty()) return lost;
   try {
     if (!has_checkpoint(folder)) return fmt::format("{} ({} has none yet)", lost, folder);
@@ -31,17 +33,7 @@ std::string with_checkpoint(const std::string& lost, const std::string& folder) 
   }
 }
 
-}  // namespace
-
 void Elastic::State::recover(const std::function<void()>* update) {
-  try {
-    go_on(update);
-  } catch (const JobLost& lost) {
-    throw JobLost(with_checkpoint(lost.what(), options.checkpoints));
-  }
-}
-
-void Elastic::State::go_on(const std::function<void()>* update) {
   const auto begin = SteadyClock::now();
   const auto former = world.group();
   const auto members = generations->members();

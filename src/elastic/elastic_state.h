@@ -93,7 +93,17 @@ struct Elastic::State {
   // elastic_recovery.cpp
   // update: of the step that was cut off; nullptr outside of one.
   void recover(const std::function<void()>* update);
-  void go_on(const std::function<void()>* update);
+  // The sentence of a lost job, with its last checkpoint.
+  std::string with_checkpoint(const std::string& lost) const;
+  // Calls act(), whose JobLost gets it.
+  template <class Act>
+  auto naming_checkpoint(const Act& act) const -> decltype(act()) {
+    try {
+      return act();
+    } catch (const JobLost& lost) {
+      throw JobLost(with_checkpoint(lost.what()));
+    }
+  }
   // Finishes the step if some rank may have finished it, which then all can; otherwise undoes it. Repeatable: a rank that
   // has done so before another one died has what the others now decide on. Returns by rank who has come without the job's
   // state.

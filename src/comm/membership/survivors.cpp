@@ -1,12 +1,14 @@
 #include "comm/membership/survivors.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "comm/group/group_state.h"
 #include "comm/membership/patience.h"
@@ -51,7 +53,7 @@ void Survivors::wait(const std::string& what, const std::function<bool()>& done,
   // Twice, as elsewhere ranks wait in a collective first and then in the recovery.
   Patience patience(2 * watch_->stragglers().limit);
   std::map<int, int> before;
-  wait_until_then(what, done, SteadyClock::time_point::max(), [&] {
+  const auto look = [&] {
     const auto owed = debtors(late);
     if (std::exchange(before, owed) != owed)
       patience.restart();  // somebody else has to do it now, and has its own time
@@ -63,7 +65,9 @@ void Survivors::wait(const std::string& what, const std::function<bool()>& done,
     const auto place = static_cast<size_t>(std::distance(patient.begin(), patient.find(group_.rank())));
     const bool enough = static_cast<int>(patient.size()) >= watch_->stragglers().min_ranks;
     if (enough && patience.over(turn_to_kill(place))) end_stragglers(owed);
-  });
+  };
+  const auto awaited = [&] { return in_words(debtors(late)); };
+  wait_until_then(what, done, SteadyClock::time_point::max(), awaited, look);
 }
 
 std::map<int, int> Survivors::debtors(const std::function<bool(int rank)>& late) const {
@@ -80,14 +84,29 @@ void Survivors::end_stragglers(const std::map<int, int>& owed) const {
   }
 }
 
+std::string Survivors::in_words(const std::map<int, int>& owed) const {
+  std::set<int> ranks;
+  for (const auto& [rank, debtor] : owed) ranks.insert(in_world(debtor));
+  ranks.erase(in_world(group_.rank()));
+  if (ranks.empty()) return "other ranks";
+  std::vector<std::string> list;
+  for (const int rank : ranks) {
+    const auto place = static_cast<size_t>(rank);
+    list.push_back(fmt::format("rank {} (pid {}; the launcher's number)", watch_->members()[place],
+                               world_->meeting.peers[place].process.pid));
+  }
+  return fmt::format("{}", fmt::join(list, ", "));
+}
+
 bool Survivors::wait_in_time(const std::string& what, const std::function<bool()>& done) const {
   const auto limit = state_of(group_)->progress->timeout_ms.load();
   const auto end = limit > 0 ? SteadyClock::now() + std::chrono::milliseconds(limit) : SteadyClock::time_point::max();
-  return wait_until_then(what, done, end);
+  return wait_until_then(what, done, end, [] { return "other ranks"; });
 }
 
 bool Survivors::wait_until_then(const std::string& what, const std::function<bool()>& done,
-                                std::chrono::steady_clock::time_point end, const std::function<void()>& look) const {
+                                std::chrono::steady_clock::time_point end, const std::function<std::string()>& awaited,
+                                const std::function<void()>& look) const {
   constexpr auto slice = std::chrono::milliseconds(100);
   const auto deadline = SteadyClock::now() + std::chrono::seconds(world_->options.timeout_seconds);
   while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
@@ -99,8 +118,8 @@ bool Survivors::wait_until_then(const std::string& what, const std::function<boo
       throw JobLost(fmt::format("{}: {}", what, error.what()));
     }
     if (SteadyClock::now() < deadline) continue;
-    throw JobLost(fmt::format("{} has waited {} s for other ranks, which live: they are stopped, or do not call step()",
-                              what, world_->options.timeout_seconds));
+    throw JobLost(fmt::format("{} has waited {} s for {}, alive, but stopped or not in step()", what,
+                              world_->options.timeout_seconds, awaited()));
   }
   return true;
 }

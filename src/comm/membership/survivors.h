@@ -52,11 +52,14 @@ class Survivors {
  private:
   PeerMemory& peer(int rank) const;
   int in_world(int rank) const { return group_.world_rank(rank); }
-  // look: called about every 100 ms.
+  // awaited: for whom it waits, in words. look: called about every 100 ms.
   bool wait_until_then(const std::string& what, const std::function<bool()>& done,
-                       std::chrono::steady_clock::time_point end, const std::function<void()>& look = {}) const;
+                       std::chrono::steady_clock::time_point end, const std::function<std::string()>& awaited,
+                       const std::function<void()>& look = {}) const;
   // By rank whose part is missing, who owes it: the rank, or the heir of one that is absent.
   std::map<int, int> debtors(const std::function<bool(int rank)>& late) const;
+  // "rank 1 (pid 41; the launcher's number)": others that owe something.
+  std::string in_words(const std::map<int, int>& owed) const;
   void end_stragglers(const std::map<int, int>& owed) const;
 
   Group group_;
