@@ -161,6 +161,19 @@ def test_ELA02_a_loss_scaler_forgets_a_step_that_is_undone(wrap):
         assert outcomes[rank][1] == [True, True, False, True, True, True], outcomes[rank]
 
 
+def test_ELA10_communication_outside_of_together_says_where_it_belongs():
+    def run(rank):
+        net = make_net()
+        elastic = shoal.Elastic(shoal.nn.DistributedDataParallel(net), make_optimizer(net))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(shoal.CommError, match="rank 1 .* is gone.*; between steps, communicate in Elastic's together"):
+            dist.all_reduce(torch.ones(1))
+        return elastic.generation
+
+    assert Ranks(run, ranks=2).outcomes(timeout=30)[0][:2] == (True, 1)
+
+
 def test_ELA10_a_job_lost_in_an_update_names_who_is_waited_for_and_the_checkpoint(tmp_path):
     stopped = tmp_path / "pid"
 

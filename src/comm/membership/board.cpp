@@ -209,6 +209,11 @@ int GenerationWatch::broken_by() const noexcept {
 std::string GenerationWatch::why() const {
   const int rank = broken_by();
   if (rank < 0) return board_->lost();
+  // Whoever reads it has communicated where nothing catches it.
+  return broken_in_words(rank) + "; between steps, communicate in Elastic's together(), which goes on without it";
+}
+
+std::string GenerationWatch::broken_in_words(int rank) const {
   const int member = members_[static_cast<size_t>(rank)];
   const auto pid = board_->process(member).pid;
   if (board_->gone(member)) {

@@ -109,7 +109,7 @@ class GenerationWatch : public Interruption {
   bool raised() const noexcept override { return board_->is_lost() || broken_by() >= 0; }
   // The rank at fault; -1: none.
   int broken_by() const noexcept;
-  // "rank 1 (pid 41) is gone: ..."; for a generation that no longer holds.
+  // "rank 1 (pid 41) is gone: ...; between steps, ..."; for a generation that no longer holds.
   std::string why() const;
   // Whether a rank's process has ended: proven by the kernel, and for good.
   bool ended(int rank) const noexcept { return board_->gone(members_[static_cast<size_t>(rank)]); }
@@ -124,6 +124,8 @@ class GenerationWatch : public Interruption {
   void end(int member) const;
 
  private:
+  std::string broken_in_words(int rank) const;
+
   std::shared_ptr<const Board> board_;
   uint64_t number_;
   MemberList members_;
