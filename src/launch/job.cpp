@@ -201,6 +201,7 @@ void Job::step() {
   reap();
   if (options_.nodes > 1) store_.set_members(ranks_.members());
   look_at_other_nodes();
+  look_for_loss();
   if (asked.more) add_rank();
   start_asked();
   end_late_newcomers();
@@ -215,6 +216,19 @@ void Job::look_at_other_nodes() {
   if (std::exchange(told_of_others_, true)) return;
   if (!code_) code_ = 1;
   output_.say("the job ends, because on another node {}", printable(why));
+  stop_times_.give(options_.grace_seconds);
+}
+
+// Ranks that have given an elastic job up end, and those for which they have waited would stay.
+void Job::look_for_loss() {
+  if (options_.min_ranks == 0 || stop_times_.set() || interrupted_ || ranks_.alive() == 0) return;
+  const bool all_run = ranks_.alive() == static_cast<int64_t>(ranks_.children().size());
+  if (options_.nodes == 1 && all_run) return;  // nobody has given it up, and the store is not asked each time
+  const auto why = store_.lost();
+  if (why.empty()) return;
+  if (!code_) code_ = 1;
+  ranks_.give_up();
+  output_.say("the job is lost: {}", printable(why));
   stop_times_.give(options_.grace_seconds);
 }
 

@@ -43,6 +43,7 @@ class Job {
 
   void step();
   void look_at_other_nodes();
+  void look_for_loss();
   void end_late_newcomers();
   void end_overdue();
   void reap();

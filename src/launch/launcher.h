@@ -39,7 +39,7 @@ struct LaunchOptions {
 // death closes it. The ranks share a secret (SHOAL_SECRET): the one in this process's environment, else a new one.
 // Blocks until all ranks have ended. Neither the ranks nor their descendants are left behind, whatever happens to this
 // process (watcher.h). The first rank that fails is named on standard error; the others get the grace time, then
-// SIGTERM, then SIGKILL; with keep_going they run on, with min_ranks as long as enough are left. With most_ranks, a
+// SIGTERM, then SIGKILL; with keep_going they run on, with min_ranks as long as enough are left and none has given the job up. With most_ranks, a
 // process that is to join the job (SHOAL_JOIN, see World::joining()) is started in place of a rank that has failed, and on
 // SIGUSR2, with the next free number as its rank; what becomes of it does not concern the job until it is admitted. With
 // `join` all ranks of this node are such processes.

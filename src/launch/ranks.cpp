@@ -21,6 +21,7 @@ int Ranks::members() const {
 }
 
 bool Ranks::go_on() const {
+  if (given_up_) return false;
   const auto standing = std::count_if(children_.begin(), children_.end(),
                                       [&](const Child& child) { return !child.failed && belongs(child); });
   // Of other nodes nothing is known here: the ranks count themselves.

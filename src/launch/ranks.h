@@ -28,6 +28,8 @@ class Ranks {
   int members() const;
   // Whether the other ranks go on in spite of the failures so far.
   bool go_on() const;
+  // They do not, from now on: a rank has given the job up.
+  void give_up() { given_up_ = true; }
   // How many of the last newcomers ended without having joined, in a row.
   int failed_joins() const;
   bool pipes_open() const;
@@ -40,6 +42,7 @@ class Ranks {
   const int first_ranks_;
   Newcomers& newcomers_;
   std::vector<Child> children_;
+  bool given_up_ = false;
 };
 
 }  // namespace shoal

@@ -87,7 +87,7 @@ void Board::watch_exits() {
 
 // Other hosts see it first: what this host's members have seen of a member that then ends, all have.
 void Board::publish() {
-  const auto words = to_words(own_);
+  const auto words = to_words(*own_);
   if (elsewhere_) elsewhere_->show(words);
   memory_->show(words);
   for (const auto& page : pages_) {
@@ -96,19 +96,24 @@ void Board::publish() {
 }
 
 void Board::show(const MemberCard& card) {
-  own_.card = card;
+  own_->card = card;
   publish();
 }
 
 void Board::serve(uint64_t generation, int descriptor, uint64_t nonce) {
-  own_.store_of = generation;
-  own_.store_descriptor = descriptor;
-  own_.store_nonce = nonce;
+  own_->store_of = generation;
+  own_->store_descriptor = descriptor;
+  own_->store_nonce = nonce;
   publish();
 }
 
 void Board::lose(int living) {
-  own_.lost_with = living;
+  own_->lost_with = living;
+  publish();
+}
+
+void Board::give_up() {
+  own_->gave_up = true;
   publish();
 }
 
@@ -121,7 +126,7 @@ int Board::lost_with() const {
 }
 
 void Board::leave() noexcept {
-  own_.left = true;
+  own_->left = true;
   try {
     publish();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): a lost store, after which no other host goes on
@@ -153,7 +158,7 @@ std::string Board::lost() const {
 }
 
 BoardEntry Board::entry(int member) const {
-  if (member == self_) return own_;
+  if (member == self_) return *own_;
   if (is_in_store(member)) return from_words(elsewhere_->words(member));
   const auto& page = pages_[static_cast<size_t>(member)];
   return page ? from_words(page->notice()) : BoardEntry{};
@@ -231,6 +236,14 @@ void GenerationWatch::end(int member) const {
       stderr,
       "shoal: rank {} (pid {}; the launcher's number) is killed: the others have waited for it for more than {} s\n",
       member, board_->process(member).pid, std::chrono::duration<double>(stragglers_.limit).count());
+}
+
+void GenerationWatch::give_up(const std::string& why) const {
+  try {
+    board_->give_up();
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): of a lost store, which ends the job for the others, too
+  }
+  report_lost(board_->self(), why);
 }
 
 }  // namespace shoal

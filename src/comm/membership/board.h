@@ -40,6 +40,7 @@ class Board {
   void show(const MemberCard& card);
   void serve(uint64_t generation, int descriptor, uint64_t nonce);
   void lose(int living);
+  void give_up();
   // With several hosts: see StoreBoard::decide().
   bool decide(uint64_t generation, int64_t number, bool passes) {
     return elsewhere_->decide(generation, number, passes);
@@ -86,8 +87,8 @@ class Board {
   std::shared_ptr<HostMemory> memory_;
   int self_;
   std::vector<Peer> members_;
-  std::vector<std::shared_ptr<PeerMemory>> pages_;  // by member; nullptr for this one
-  BoardEntry own_;
+  std::vector<std::shared_ptr<PeerMemory>> pages_;                    // by member; nullptr for this one
+  std::shared_ptr<BoardEntry> own_ = std::make_shared<BoardEntry>();  // shared with the boards before and after
   std::shared_ptr<PeerExit> exits_;
   std::shared_ptr<StoreBoard>
       elsewhere_;  // nullptr: all members are on this host; shared with the boards before and after
@@ -102,8 +103,7 @@ struct StragglerRule {
 // Whether a generation still holds: none of its members has ended or given it up, and the job is not lost. Thread-safe.
 class GenerationWatch : public Interruption {
  public:
-  GenerationWatch(std::shared_ptr<const Board> board, uint64_t number, MemberList members,
-                  StragglerRule stragglers = {})
+  GenerationWatch(std::shared_ptr<Board> board, uint64_t number, MemberList members, StragglerRule stragglers = {})
       : board_(std::move(board)), number_(number), members_(std::move(members)), stragglers_(stragglers) {}
 
   bool raised() const noexcept override { return board_->is_lost() || broken_by() >= 0; }
@@ -122,11 +122,14 @@ class GenerationWatch : public Interruption {
   void set_straggler_limit(std::chrono::milliseconds limit) { stragglers_.limit = limit; }
   // Kills a member that is late, and says so.
   void end(int member) const;
+  // For a rank that ends with JobLost because members that live do not come: these find it when they do, and the launchers,
+  // which would wait for them. why: the sentence of JobLost.
+  void give_up(const std::string& why) const;
 
  private:
   std::string broken_in_words(int rank) const;
 
-  std::shared_ptr<const Board> board_;
+  std::shared_ptr<Board> board_;
   uint64_t number_;
   MemberList members_;
   StragglerRule stragglers_;

@@ -3,10 +3,10 @@
 namespace shoal {
 namespace {
 
-// Number, grown, generation of the store, its descriptor, left, lost_with, its nonce, members, base; lists as bits.
+// Number, grown, generation of the store, its descriptor, left, lost_with, its nonce, gave_up, members, base; lists as bits.
 constexpr size_t number_word = 0;
 constexpr size_t left_word = 4;
-constexpr size_t fixed_words = 7;
+constexpr size_t fixed_words = 8;
 constexpr size_t list_words = most_board_members / 64;
 static_assert(fixed_words + 2 * list_words <= Notice::count);
 
@@ -31,7 +31,8 @@ Notice::Words to_words(const BoardEntry& entry) {
                       static_cast<uint64_t>(entry.store_descriptor),
                       entry.left ? uint64_t{1} : 0,
                       static_cast<uint64_t>(entry.lost_with),
-                      entry.store_nonce};
+                      entry.store_nonce,
+                      entry.gave_up ? uint64_t{1} : 0};
   write_list(words, fixed_words, entry.card.members);
   write_list(words, fixed_words + list_words, entry.card.base);
   return words;
@@ -46,6 +47,7 @@ BoardEntry from_words(const Notice::Words& words) {
           .store_descriptor = static_cast<int>(words[3]),
           .store_nonce = words[6],
           .left = words[left_word] != 0,
+          .gave_up = words[7] != 0,
           .lost_with = static_cast<int>(words[5])};
 }
 

@@ -17,7 +17,8 @@ struct BoardEntry {
   int store_descriptor = 0;  // of its memory, in the member's process
   uint64_t store_nonce = 0;
   bool left = false;
-  int lost_with = 0;  // members that it knew to live when it found them too few to go on; 0: it has not
+  bool gave_up = false;  // the job, as it has waited in vain for members that live
+  int lost_with = 0;     // members that it knew to live when it found them too few to go on; 0: it has not
 };
 
 Notice::Words to_words(const BoardEntry& entry);

@@ -150,6 +150,7 @@ MemberCard Generations::agree(int min_ranks) {
     const auto before = membership_.card();
     const auto standing = membership_.look(look());
     const auto& card = membership_.card();
+    require_not_given_up();
     if (is_newcomer()) require_job();
     require_not_refused();
     if (standing == Membership::Standing::left_out) {
@@ -182,7 +183,7 @@ MemberCard Generations::agree(int min_ranks) {
         deadline = SteadyClock::now() + limit;
       }
       end_stragglers(card, with_stragglers);
-      if (SteadyClock::now() > deadline) lose_late(card);
+      if (SteadyClock::now() > deadline) lose_late(card, standing);
     }
     if (before == card) board_->wait(seen);
     if (cell_->state->options.while_waiting) cell_->state->options.while_waiting();
@@ -262,7 +263,19 @@ void Generations::end_left_out(const MemberCard& card) const {
   }
 }
 
-void Generations::lose_late(const MemberCard& card) const {
+// Asked behind look(): what a member that it has seen gone has shown last is what it shows.
+void Generations::require_not_given_up() const {
+  for (const int member : members()) {
+    if (member == self() || !board_->entry(member).gave_up) continue;
+    throw JobLost(
+        fmt::format("rank {} (pid {}) of the first generation has waited in vain for others, and has given the job up: "
+                    "start it again from its last checkpoint",
+                    member, board_->process(member).pid));
+  }
+}
+
+// Those without a majority do not give the job up, because others may go on with it; nor do those without its state.
+void Generations::lose_late(const MemberCard& card, Membership::Standing standing) const {
   std::vector<std::string> late;
   std::vector<int> silent;
   // Some hosts may have fallen silent before others, and be off the card.
@@ -279,10 +292,12 @@ void Generations::lose_late(const MemberCard& card) const {
         fmt::join(silent, ", "),
         late.empty() ? "" : fmt::format(", rank(s) {} have not come to the recovery", fmt::join(late, ", "))));
   }
-  throw JobLost(
-      fmt::format("rank(s) {} of the first generation live, but have not come to the recovery within {} s: they are "
-                  "stopped, or compute without communicating",
-                  fmt::join(late, ", "), cell_->state->options.timeout_seconds));
+  const auto lost = fmt::format(
+      "rank(s) {} of the first generation live, but have not come to the recovery within {} s: they are "
+      "stopped, or compute without communicating",
+      fmt::join(late, ", "), cell_->state->options.timeout_seconds);
+  if (standing == Membership::Standing::waiting && !is_newcomer() && !is_on_trial()) watch_->give_up(lost);
+  throw JobLost(lost);
 }
 
 void Generations::make_world(const MemberCard& card) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "base/environment.h"
 #include "base/printable.h"
 #include "comm/rendezvous/launch_environment.h"
 
@@ -29,6 +30,15 @@ StorePtr connect_to_job(const Placement& placement, int timeout_seconds) {
   auto store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
   store->set_limit(store_limit);
   return store;
+}
+
+void report_lost(int rank, const std::string& why) {
+  try {
+    const auto place = find_placement({}, process_environment());
+    if (!place.store_is_served || place.rank != rank) return;  // this world is not the launcher's
+    store_set_once(*connect_to_job(place, static_cast<int>(store_limit.count())), lost_key(place.generation), why);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the launcher may have ended
+  }
 }
 
 }  // namespace shoal

@@ -63,5 +63,8 @@ struct Placement;
 
 // A connection of its own to the job's store. UsageError if only the program knows where it is.
 StorePtr connect_to_job(const Placement& placement, int timeout_seconds);
+// Tells the launchers why an elastic job is lost, which then end the ranks that still stand. rank: number of this process from
+// its launcher. Without a launcher it does nothing.
+void report_lost(int rank, const std::string& why);
 
 }  // namespace shoal

@@ -118,8 +118,10 @@ bool Survivors::wait_until_then(const std::string& what, const std::function<boo
       throw JobLost(fmt::format("{}: {}", what, error.what()));
     }
     if (SteadyClock::now() < deadline) continue;
-    throw JobLost(fmt::format("{} has waited {} s for {}, alive, but stopped or not in step()", what,
-                              world_->options.timeout_seconds, awaited()));
+    const auto lost = fmt::format("{} has waited {} s for {}, alive, but stopped or not in step()", what,
+                                  world_->options.timeout_seconds, awaited());
+    if (world_->local_size == world_->placement.size) watch_->give_up(lost);  // else other hosts go on
+    throw JobLost(lost);
   }
   return true;
 }

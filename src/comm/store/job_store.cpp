@@ -148,6 +148,7 @@ struct JobStore::State {
     auto text = store_try_get(store, failure_key).value_or("");
     std::istringstream in(store_try_get(store, overdue_key(generation)).value_or(""));
     const std::vector<int> late{std::istream_iterator<int>(in), {}};
+    auto loss = store_try_get(store, lost_key(generation)).value_or("");
     bool all_over = true;
     bool any_trains = members > 0;
     int there = 0;
@@ -167,6 +168,7 @@ struct JobStore::State {
     const std::lock_guard lock(mutex);
     failure = std::move(text);
     overdue = late;
+    lost = std::move(loss);
     elsewhere = there;
     all_ended = without_members.over();
     others_over = all_over;
@@ -209,6 +211,7 @@ struct JobStore::State {
   std::condition_variable answered;
   std::string failure;
   std::vector<int> overdue;
+  std::string lost;
   int elsewhere = 0;
   bool all_ended = false;
   bool others_over = false;
@@ -313,6 +316,12 @@ void JobStore::open(const Terms& terms) {
   state_->report({open_key,
                   fmt::format("{} {} {} {}", terms.first_ranks, terms.most_ranks, terms.min_ranks, state_->nodes),
                   true});
+}
+
+std::string JobStore::lost() const {
+  if (state_->nodes == 1) return state_->server ? state_->server->lost(generation) : "";
+  const std::lock_guard lock(state_->mutex);
+  return state_->lost;
 }
 
 void JobStore::set_members(int count) {

@@ -55,6 +55,8 @@ class JobStore {
   bool has_joined(int number, bool wait);
   // Ranks of any node that their launchers are to kill: others of an elastic job have waited for them for too long.
   std::vector<int> overdue() const;
+  // Why an elastic job is lost, as a rank of any node says before it ends; empty: none does.
+  std::string lost() const;
   // Members of the job that run on this node, for the other launchers, and on the others, as they have last said.
   void set_members(int count);
   int members_elsewhere() const;

@@ -80,6 +80,11 @@ inline std::string overdue_key(const std::string& generation) {
   return "shoal/" + generation + "/overdue";
 }
 
+// Key of the sentence why an elastic job is lost, for launchers.
+inline std::string lost_key(const std::string& generation) {
+  return "shoal/" + generation + "/lost";
+}
+
 // Key that a newcomer of such a job sets for its launcher, once it is a member.
 inline std::string joined_key(const std::string& generation, int number) {
   return "shoal/" + generation + "/joined/" + std::to_string(number);

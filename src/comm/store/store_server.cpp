@@ -182,4 +182,12 @@ void StoreServer::report_end(const std::string& generation, int rank) {
   }
 }
 
+std::string StoreServer::lost(const std::string& generation) const {
+  try {
+    return store_try_get(*state_->store, lost_key(generation)).value_or("");
+  } catch (const std::exception&) {  // of somebody who has no secret
+    return "";
+  }
+}
+
 }  // namespace shoal

@@ -44,6 +44,8 @@ class StoreServer {
   void report_failure(const std::string& text);
   // That the process of a rank has ended, for those that wait for it to come. Never throws.
   void report_end(const std::string& generation, int rank);
+  // Why an elastic job is lost, as a rank says; empty: none does. Never throws.
+  std::string lost(const std::string& generation) const;
 
  private:
   struct State;

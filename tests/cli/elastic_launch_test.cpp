@@ -1,0 +1,54 @@
+// `shoal launch --elastic`: how a job that is lost ends, and what the launcher says of it.
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/support/processes.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::test::elastic_launch_test {
+namespace {
+
+bool contains(const Ended& ended, const std::string& text) {
+  return ended.output.find(text) != std::string::npos;
+}
+
+// Three ranks train without an end. Once the first one has written metrics, it is stopped: the others wait for it 3 s in the
+// step, and 3 s in the recovery. Then the shell runs `then`, with the stopped rank in $first, the launcher in $pid and its
+// output in $out.
+Ended stop_a_rank(const std::string& grace, const std::string& then) {
+  const TempFolder folder;
+  const auto metrics = folder.file("metrics.jsonl");
+  const std::string shoal = SHOAL;
+  const auto script =
+      "out=" + folder.file("output") + "; " + shoal + " launch -n 3 --elastic 1 --grace " + grace + " -- " + shoal +
+      " train --model mlp --data reference --steps 1000000 --threads 1 --timeout 3 --elastic 1 " + "--metrics " +
+      metrics + " > $out 2>&1 & pid=$!; until [ -s " + metrics +
+      " ] || ! kill -0 $pid; do sleep 0.05; done; first=$(for child in $(cat "
+      "/proc/$pid/task/*/children); do grep -qx shoal /proc/$child/comm && echo $child; done | head -n 1); "
+      "kill -STOP $first; " +
+      then + " wait $pid; code=$?; cat $out; exit $code";
+  return run({"sh", "-c", script}, 60);
+}
+
+TEST(ElasticLaunch, ELA10_a_job_that_is_given_up_ends_with_the_rank_that_is_stopped) {
+  const auto ended = stop_a_rank("1", "");
+  EXPECT_FALSE(ended.overdue) << ended.output;
+  EXPECT_NE(ended.code, 0);
+  EXPECT_TRUE(contains(ended, "shoal: the job is lost: rank(s) 0 (pid ")) << ended.output;
+}
+
+TEST(ElasticLaunch, ELA10_a_rank_that_is_continued_does_not_go_on_with_a_job_that_was_given_up) {
+  const auto ended = stop_a_rank(
+      "30", "until grep -q 'the job is lost' $out || ! kill -0 $pid; do sleep 0.05; done; kill -CONT $first;");
+  EXPECT_FALSE(ended.overdue) << ended.output;
+  EXPECT_NE(ended.code, 0);
+  EXPECT_TRUE(contains(ended, "has waited in vain for others, and has given the job up")) << ended.output;
+  EXPECT_FALSE(contains(ended, "go on after")) << ended.output;
+  EXPECT_FALSE(contains(ended, "goes on after")) << ended.output;
+}
+
+}  // namespace
+}  // namespace shoal::test::elastic_launch_test
