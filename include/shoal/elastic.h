@@ -48,7 +48,7 @@ struct ElasticChange {
 };
 
 struct ElasticOptions {
-  int min_ranks = 1;  // JobLost if fewer are left
+  int min_ranks = 1;  // JobLost if fewer are left, or fewer than the MIN of the launcher's --elastic
   // A rank that lives but does nothing (stopped by a signal, in an endless loop) is killed (SIGKILL) by those that wait for it, and
   // they go on as after any death. They first wait this long in a collective, give up the step, and wait as long again: a rank
   // that answers by then stays, the step is done again, and the limit is doubled, so that ranks which are merely slow come

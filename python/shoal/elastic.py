@@ -61,7 +61,7 @@ class Elastic:
     evaluations and the like follow from `steps`.
 
     Options:
-      min_ranks: JobLost if fewer are left.
+      min_ranks: JobLost if fewer are left, or fewer than the MIN of the launcher's --elastic.
       straggler_seconds: a rank that does nothing for twice as long is killed; 0: it is waited for.
       silent_host_seconds: a host of which nothing is heard for so long is left out, if the others are more than half.
       keep_global_batch: samples of a step over all ranks, which those that are left keep up: loaders have batch_size samples, and

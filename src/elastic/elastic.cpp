@@ -18,6 +18,12 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(1000 * seconds)));
 }
 
+// The launcher ends a job with fewer ranks than its MIN, which so end with the error that names the last checkpoint.
+ElasticOptions with_launchers_least(ElasticOptions options, const World& world) {
+  options.min_ranks = std::max(options.min_ranks, cell_of(world)->state->join.min_ranks);
+  return options;
+}
+
 }  // namespace
 
 Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, DistributedSampler* divides,
@@ -26,7 +32,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
       parts(std::move(trained)),
       training(of_registry),
       sampler(divides),
-      options(chosen),
+      options(with_launchers_least(chosen, of)),
       steps_before(parts->step()),
       copies(parts->module()),
       earlier(*parts),

@@ -293,7 +293,14 @@ bool Job::note_end(Child& child, int status) {
   if (!code_) code_ = exit_code(status);
   if (!ranks_.go_on()) store_.report_failure(text);
   tell();
-  if (!stop_times_.set() && !interrupted_ && !ranks_.go_on()) stop_times_.give(options_.grace_seconds);
+  if (!stop_times_.set() && !interrupted_ && !ranks_.go_on()) {
+    const auto left = ranks_.standing();
+    if (options_.min_ranks > 0 && left > 0) {
+      output_.say("{} left, and --elastic wants {}: the job ends",
+                  left == 1 ? "1 rank is" : fmt::format("{} ranks are", left), options_.min_ranks);
+    }
+    stop_times_.give(options_.grace_seconds);
+  }
   return exit_code(status) != interrupted_well;
 }
 

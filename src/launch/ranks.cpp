@@ -20,15 +20,17 @@ int Ranks::members() const {
                                         [&](const Child& child) { return child.running && belongs(child); }));
 }
 
+int64_t Ranks::standing() const {
+  const auto here = std::count_if(children_.begin(), children_.end(),
+                                  [&](const Child& child) { return !child.failed && belongs(child); });
+  return here + first_ranks_ - (options_.join ? 0 : options_.ranks);
+}
+
 bool Ranks::go_on() const {
   if (given_up_) return false;
-  const auto standing = std::count_if(children_.begin(), children_.end(),
-                                      [&](const Child& child) { return !child.failed && belongs(child); });
-  // Of other nodes nothing is known here: the ranks count themselves.
-  const auto elsewhere = first_ranks_ - (options_.join ? 0 : options_.ranks);
-  // Nor can it be told who has joined there.
+  // It cannot be told here who has joined on other nodes.
   const bool unknown = options_.nodes > 1 && options_.most_ranks > 0;
-  const bool enough = unknown || standing + elsewhere >= options_.min_ranks;
+  const bool enough = unknown || standing() >= options_.min_ranks;
   return options_.keep_going || (options_.min_ranks > 0 && enough);
 }
 

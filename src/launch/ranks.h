@@ -26,6 +26,8 @@ class Ranks {
   int64_t alive() const;
   // That run and belong.
   int members() const;
+  // That have not failed. Of those on other nodes nothing is known here: they count themselves.
+  int64_t standing() const;
   // Whether the other ranks go on in spite of the failures so far.
   bool go_on() const;
   // They do not, from now on: a rank has given the job up.

@@ -15,22 +15,26 @@ bool contains(const Ended& ended, const std::string& text) {
   return ended.output.find(text) != std::string::npos;
 }
 
-// Three ranks train without an end. Once the first one has written metrics, it is stopped: the others wait for it 3 s in the
-// step, and 3 s in the recovery. Then the shell runs `then`, with the stopped rank in $first, the launcher in $pid and its
-// output in $out.
-Ended stop_a_rank(const std::string& grace, const std::string& then) {
+// Three ranks train without an end. Once the first one has written metrics, the shell runs `then`, with the launcher in $pid, the
+// ranks in $ranks and the output in $out.
+Ended disturbed(const std::string& launch, const std::string& train, const std::string& then) {
   const TempFolder folder;
   const auto metrics = folder.file("metrics.jsonl");
   const std::string shoal = SHOAL;
-  const auto script =
-      "out=" + folder.file("output") + "; " + shoal + " launch -n 3 --elastic 1 --grace " + grace + " -- " + shoal +
-      " train --model mlp --data reference --steps 1000000 --threads 1 --timeout 3 --elastic 1 " + "--metrics " +
-      metrics + " > $out 2>&1 & pid=$!; until [ -s " + metrics +
-      " ] || ! kill -0 $pid; do sleep 0.05; done; first=$(for child in $(cat "
-      "/proc/$pid/task/*/children); do grep -qx shoal /proc/$child/comm && echo $child; done | head -n 1); "
-      "kill -STOP $first; " +
-      then + " wait $pid; code=$?; cat $out; exit $code";
+  const auto script = "out=" + folder.file("output") + "; cd " + folder.path().string() + "; " + shoal + " " + launch +
+                      (launch.empty() ? "" : " -- " + shoal + " ") +
+                      "train --model mlp --data reference --steps 1000000 --threads 1 " + train + " --metrics " +
+                      metrics + " > $out 2>&1 & pid=$!; until [ -s " + metrics +
+                      " ] || ! kill -0 $pid; do sleep 0.05; done; ranks=$(for child in $(cat "
+                      "/proc/$pid/task/*/children); do grep -qE '^shoal(-rank.*)?$' /proc/$child/comm && echo $child; "
+                      "done); first=$(echo $ranks | cut -d ' ' -f 1); " +
+                      then + " wait $pid; code=$?; cat $out; exit $code";
   return run({"sh", "-c", script}, 60);
+}
+
+// The others wait for it 3 s in the step, and 3 s in the recovery.
+Ended stop_a_rank(const std::string& grace, const std::string& then) {
+  return disturbed("launch -n 3 --elastic 1 --grace " + grace, "--elastic 1 --timeout 3", "kill -STOP $first; " + then);
 }
 
 TEST(ElasticLaunch, ELA10_a_job_that_is_given_up_ends_with_the_rank_that_is_stopped) {
@@ -48,6 +52,16 @@ TEST(ElasticLaunch, ELA10_a_rank_that_is_continued_does_not_go_on_with_a_job_tha
   EXPECT_TRUE(contains(ended, "has waited in vain for others, and has given the job up")) << ended.output;
   EXPECT_FALSE(contains(ended, "go on after")) << ended.output;
   EXPECT_FALSE(contains(ended, "goes on after")) << ended.output;
+}
+
+// The program itself would go on with one rank.
+TEST(ElasticLaunch, ELA10_fewer_ranks_than_the_launcher_wants_are_left) {
+  const auto ended = disturbed("launch -n 3 --elastic 2", "--elastic 1 --save run --save-every 1",
+                               "until [ -e run/latest ]; do sleep 0.05; done; kill -9 ${ranks#$first};");
+  EXPECT_EQ(ended.code, 128 + 9) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal: 1 rank is left, and --elastic wants 2: the job ends")) << ended.output;
+  EXPECT_TRUE(contains(ended, "1 of 3 ranks are left, and this elastic job needs min_ranks = 2")) << ended.output;
+  EXPECT_TRUE(contains(ended, "(the last checkpoint is run/step-")) << ended.output;
 }
 
 }  // namespace

@@ -31,6 +31,21 @@ std::optional<OpenJob> open_job_in(const std::string& text, std::string& job) {
   return open;
 }
 
+// Of "NUMBER JOB". Nothing: the variable is not set, or is another job's.
+std::optional<int> number_in(const Environment& environment, const char* variable, const std::string& own_job) {
+  const auto text = environment(variable);
+  if (!text) return std::nullopt;
+  std::istringstream in(*text);
+  int number = -1;
+  if (!(in >> number) || number < 0) {
+    throw UsageError(fmt::format("{}='{:.100}' is not what shoal launch --elastic sets, a number and a job: unset it",
+                                 variable, printable(*text)));
+  }
+  std::string job;
+  std::getline(in >> std::ws, job);
+  return job == own_job ? std::optional(number) : std::nullopt;
+}
+
 }  // namespace
 
 std::string join_over_hosts(const OpenJob& open, const std::string& job) {
@@ -42,18 +57,8 @@ JoinPlace find_join(const Environment& environment) {
   JoinPlace place;
   const auto own_job = environment(job_of_process).value_or("");
   const auto address = environment(join_variable);
-  const auto newcomer = environment(newcomer_variable);
-  int number = -1;
-  if (newcomer) {
-    std::istringstream in(*newcomer);
-    std::string job;
-    if (!(in >> number) || number < 0) {
-      throw UsageError(fmt::format("{}='{:.100}' is not what shoal launch --elastic sets, a number and a job: unset it",
-                                   newcomer_variable, printable(*newcomer)));
-    }
-    std::getline(in >> std::ws, job);
-    if (job == own_job) place.number = number;
-  }
+  place.number = number_in(environment, newcomer_variable, own_job);
+  place.min_ranks = number_in(environment, least_variable, own_job).value_or(0);
   std::string why = fmt::format("{} is not set", join_variable);
   if (address) {
     why = fmt::format("{} is another job's", join_variable);

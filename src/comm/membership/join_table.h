@@ -78,15 +78,17 @@ struct OpenJob {
   int port = 0;
 };
 
-// How this process can take part in a job that newcomers may join.
+// What the launcher of an elastic job says of it.
 struct JoinPlace {
   std::shared_ptr<JoinTable> table{};   // nullptr: nobody can join, or `over_hosts`
   std::optional<int> number{};          // of a newcomer
   std::optional<OpenJob> over_hosts{};  // the table lies in the job's store
+  int min_ranks = 0;                    // it ends the job if fewer are left; 0: this is not its job
 };
-// Environment variables, which launchers set: how all ranks find the table, and for a newcomer "NUMBER JOB".
+// Environment variables, which launchers set: how all ranks find the table; "NUMBER JOB" for a newcomer, and of the least ranks.
 constexpr const char* join_variable = "SHOAL_ELASTIC";
 constexpr const char* newcomer_variable = "SHOAL_JOIN";
+constexpr const char* least_variable = "SHOAL_ELASTIC_MIN";
 // Value of join_variable for a table in the job's store.
 std::string join_over_hosts(const OpenJob& open, const std::string& job);
 // What launchers of enclosing jobs have set does not count. UsageError for a newcomer that cannot join.

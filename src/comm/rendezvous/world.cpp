@@ -205,6 +205,7 @@ JoinPlace join_of(Placement& own_place) {
              (join.over_hosts && join.over_hosts->first_ranks != own_place.size)) {
     join = {};  // another world than the job's
   }
+  if (!join.number && process_environment()("WORLD_SIZE") != std::to_string(own_place.size)) join.min_ranks = 0;
   if (join.over_hosts) {
     own_place.address = join.over_hosts->address;
     own_place.port = join.over_hosts->port;
