@@ -69,6 +69,10 @@ int Job::run() {
     while (!runs() && !store_.may_end() && !waits_no_more_) step();  // on node 0, a rank may be added meanwhile
   } while (runs());
   forward_the_rest();
+  // The last ranks may have been killed, and have said nothing.
+  if (options_.min_ranks > 0 && !interrupted_ && ranks_.standing() == 0) {
+    output_.say("no rank is left, so the job is lost{}", options_.when_lost ? options_.when_lost() : "");
+  }
   if (code_ && (!interrupted_ || code_before_interrupt_)) print_verdict();
   forward_the_rest();
   return result();

@@ -30,6 +30,7 @@ struct LaunchOptions {
   double grace_seconds = 6;   // time for the others to report what they noticed, after the first failure
   double stop_seconds = 120;  // time for the ranks to save their state, after SIGINT, SIGTERM or SIGHUP;
                               // infinity: no limit
+  std::function<std::string()> when_lost{};  // of an elastic job: what else to say once no rank is left
 
   // UsageError lists all faults.
   void validate() const;

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/end_process.h"
+#include "checkpoint/folder.h"
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/loading/reader.h"
 #include "cli/commands.h"
@@ -243,6 +244,18 @@ void check_resume(const TrainOptions& options) {
                   options.resume));
 }
 
+// For people, of a job of which no rank can say it any more.
+std::string where_it_goes_on(const std::string& save) {
+  if (save.empty()) return "";
+  try {
+    if (!has_checkpoint(save)) return fmt::format(" ({} has no checkpoint yet)", save);
+    return fmt::format(" (the last checkpoint is {}); the same command with --resume latest goes on from it",
+                       find_checkpoint(save).string());
+  } catch (const CheckpointError& error) {
+    return fmt::format(" ({})", error.what());
+  }
+}
+
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
   check_resume(options);
   if (placement.source != "alone" || (ranks == 1 && options.elastic_most == 0)) return train_rank(options);
@@ -253,7 +266,8 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
                     .keep_going = options.chosen().pace == Pace::own && !options.elastic,
                     .min_ranks = options.elastic.value_or(0),
                     .most_ranks = options.elastic_most,
-                    .max_restarts = options.max_restarts};
+                    .max_restarts = options.max_restarts,
+                    .when_lost = [&options] { return where_it_goes_on(options.save); }};
   if (options.elastic_most == 0) return launch_ranks(how, line, [&options] { return train_rank(options); });
   how.command = line;  // newcomers do not start as forks
   return launch(how);
