@@ -103,6 +103,18 @@ def test_ELA06_a_rank_of_a_python_program_is_replaced(method, strategy, tmp_path
     assert alone.stdout[alone.stdout.index("weights") :].rsplit(" ", 1)[0] == said[0].rsplit(" ", 1)[0], (alone.stdout, said)
 
 
+def test_ELA06_the_launcher_says_that_a_newcomer_has_left_the_job_again(tmp_path):
+    """Its schedule is not the job's, which shows in its second step."""
+    program = tmp_path / "program.py"
+    text = PROGRAM.replace('state={"schedule": schedule}, ', "")
+    program.write_text(text.replace("OneCycleLR(optimizer, 1e-2, total_steps=301)", "LambdaLR(optimizer, lambda step: 1 / (1 + step))"))
+    launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "2", "--elastic", "1:2", "--max-restarts", "1", "--"]
+    ended = subprocess.run([*launch, sys.executable, program, "{}", "ddp"], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "a rank has joined (number 2 of the launcher)" in ended.stderr, ended.stderr
+    assert "rank 2 ended with exit code 1 after it had left the job again" in ended.stderr, ended.stderr
+
+
 def can_make_hosts():
     return os.geteuid() == 0 and subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
 

@@ -154,8 +154,9 @@ void Job::replace(int rank) {
   // As after an error that has ended the whole job.
   if (options_.nodes > 1 && ranks_.members() == 0 && newcomers_.elsewhere() == 0) return;
   if (ranks_.failed_joins() >= most_failed_joins) {
-    output_.say("rank {} is not replaced: the last {} ranks that were started ended before they had joined the job",
-                rank, most_failed_joins);
+    output_.say(
+        "rank {} is not replaced: the last {} ranks that were started have not joined the job, or have left it again",
+        rank, most_failed_joins);
     return;
   }
   const auto why = fmt::format("in place of rank {}, restart {} of {}", rank, restarts_ + 1, options_.max_restarts);
@@ -281,12 +282,14 @@ bool Job::note_end(Child& child, int status) {
   // After the failure that has ended the job, the others' are its consequences.
   const bool consequence = code_ && !ranks_.go_on();
   child.failed = status != 0;
+  const bool left = !belonged && newcomers_.has_left(child.rank);
   if (status == 0 && !belonged && !ending()) {
-    output_.say("rank {} (pid {}) ended, and has not joined the job", child.rank, child.pid);
+    output_.say("rank {} (pid {}) ended, and has {}", child.rank, child.pid,
+                left ? "left the job again" : "not joined the job");
   }
   if (status == 0 || consequence) return false;
-  const auto text =
-      fmt::format("rank {} {}{}", child.rank, describe_end(status), belonged ? "" : " before it had joined the job");
+  const auto* when = belonged ? "" : left ? " after it had left the job again" : " before it had joined the job";
+  const auto text = fmt::format("rank {} {}{}", child.rank, describe_end(status), when);
   const auto tell = [&] {
     if (!interrupted_) output_.say("{} (pid {})", text, child.pid);
   };

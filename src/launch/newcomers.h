@@ -27,6 +27,8 @@ class Newcomers {
   bool is_one(int rank) const { return possible() && rank >= first_ranks_; }
   // Whether a newcomer has become a member, as far as it is known; with `wait`, the store is asked.
   bool is_member(int rank, bool wait = false);
+  // Whether a newcomer that is no member was one. From the job's store it is not known.
+  bool has_left(int rank) const { return board_ && board_->was_admitted(rank) && !board_->is_member(rank); }
   // Members that run on other nodes, as far as it is known.
   int64_t elsewhere() const { return board_ ? 0 : store_.members_elsewhere(); }
   // Whether there is nothing to join any more, where no member runs on this node.

@@ -55,6 +55,14 @@ TEST(JoinBoard, ELA06_entries_are_seen_through_another_mapping) {
   EXPECT_FALSE(seen.withdraw(3)) << "it is being admitted";
   EXPECT_FALSE(board.anyone_knocks());
   EXPECT_FALSE(board.claim(3));
+  seen.knock(4, own_peer());
+  EXPECT_TRUE(board.claim(4));
+  seen.admitted(4);
+  EXPECT_TRUE(board.is_member(4));
+  EXPECT_TRUE(seen.withdraw(4)) << "a member that does not fit";
+  EXPECT_FALSE(board.is_member(4));
+  EXPECT_TRUE(board.was_admitted(4));
+  EXPECT_FALSE(board.was_admitted(3));
   board.refuse(2, "no room\n");
   EXPECT_EQ(seen.refusal(2).substr(0, 7), "no room");
 }

@@ -46,7 +46,7 @@ struct JoinPage {
     int32_t pid;
     uint64_t start_time;
     int32_t descriptor;
-    int32_t padding;
+    std::atomic<uint32_t> admitted;
     uint64_t nonce;
     char refusal[512];
   };
@@ -169,6 +169,7 @@ void JoinBoard::refuse(int number, const std::string& why) {
 }
 
 void JoinBoard::admitted(int number) {
+  slot_of(*page_, number).admitted.store(1);
   auto& entry = slot_of(*page_, number).entry;
   auto was = entry.load();
   while ((was == knocks || was == claimed) && !entry.compare_exchange_weak(was, member)) continue;
@@ -207,6 +208,10 @@ std::string JoinBoard::refusal(int number) const {
 
 bool JoinBoard::is_member(int number) const {
   return slot_of(*page_, number).entry.load() == member;
+}
+
+bool JoinBoard::was_admitted(int number) const {
+  return slot_of(*page_, number).admitted.load() != 0;
 }
 
 std::vector<Peer> JoinBoard::peers() const {

@@ -41,6 +41,8 @@ class JoinBoard final : public JoinTable {
   bool is_refused(int number) const override;
   std::string refusal(int number) const override;
   bool is_member(int number) const override;
+  // Whether a newcomer was admitted, also if it is no member any more: it, or the others, found afterwards that it does not fit.
+  bool was_admitted(int number) const;
   std::vector<Peer> peers() const override;
   uint64_t changes() const override;
   void publish(const std::string& description) override;
