@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from . import _C, distributed
-from ._C import ElasticChange, UsageError
+from ._C import CommError, ElasticChange, UsageError
 from .data import DistributedSampler
 from .distributed import group_of
 from .nn import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
@@ -169,7 +169,8 @@ class Elastic:
         keep_global_batch, compute(begin, end) runs once for each share [begin, end) of the batch, and its loss is the mean over
         these samples. Collective."""
         self._push()
-        return self._running.step(samples, self._again(compute), update, prepare, self._by_share)
+        before = None if prepare is None else _naming_ended_groups(prepare)
+        return self._running.step(samples, self._again(_naming_ended_groups(compute)), update, before, self._by_share)
 
     @property
     def batch_size(self) -> int:
@@ -179,7 +180,7 @@ class Elastic:
     def together(self, work: Callable[[], Result]) -> Result:
         """The result of work(), which communicates: an evaluation, or a checkpoint. It runs again from its beginning on all ranks
         whenever they change in it, and ends with a barrier. Collective."""
-        result: Result = self._running.together(work)
+        result: Result = self._running.together(_naming_ended_groups(work))
         return result
 
     def recover(self) -> None:
@@ -249,6 +250,22 @@ class Elastic:
             self._told(change)
         elif self._running.group().rank == 0:
             print(f"shoal: {change}", file=sys.stderr, flush=True)
+
+
+def _naming_ended_groups(work: Callable[..., Result]) -> Callable[..., Result]:
+    """`work`, in which the use of a process group of former ranks is the error that says so. torch.distributed logs it with the
+    group's name, which it does not know any more, and so raises a ValueError over it."""
+
+    def named(*arguments: Any) -> Result:
+        try:
+            return work(*arguments)
+        except ValueError as error:
+            ended = error.__context__
+            if isinstance(ended, CommError) and ended.group_ended:
+                raise ended from None
+            raise
+
+    return named
 
 
 def _is_supported(model: Any, optimizer: Any) -> bool:

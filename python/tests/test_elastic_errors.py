@@ -326,6 +326,35 @@ def test_ELA01_a_group_of_former_ranks_in_a_step_is_an_error_and_no_endless_loop
     assert [outcomes[0][1], outcomes[1][1]] == [True, True], outcomes
 
 
+def test_ELA01_a_process_group_of_former_ranks_is_named_and_can_be_made_again():
+    def run(rank):
+        net = make_net()
+        model = shoal.nn.DistributedDataParallel(net)
+        optimizer = make_optimizer(net)
+        kept = dist.new_group()
+        elastic = shoal.Elastic(model, optimizer, on_change=lambda change: None)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert not elastic.step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step)
+        optimizer.zero_grad()
+        groups = {}
+
+        def sum_of_ranks():
+            if elastic.generation not in groups:
+                groups[elastic.generation] = dist.new_group()
+            total = torch.ones(1)
+            dist.all_reduce(total, group=groups[elastic.generation])
+            return total.item()
+
+        total = elastic.together(sum_of_ranks)
+        with pytest.raises(shoal.CommError, match="ended with generation 1") as raised:
+            elastic.together(lambda: dist.all_reduce(torch.ones(1), group=kept))
+        return total, raised.value.group_ended
+
+    outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
+    assert [outcomes[0][1], outcomes[1][1]] == [(2, True), (2, True)], outcomes
+
+
 class Counts(torch.nn.Module):
     """A module that replaces its buffer in each forward."""
 

@@ -127,8 +127,10 @@ bool Generations::is_on_this_host(int member) const {
 
 void Generations::give_up(WorldState& world) {
   for (const auto& group : world.groups.living()) {
-    const auto why =
-        fmt::format("a group ended with generation {} of this elastic job; take world.group() again", number());
+    const auto why = fmt::format(
+        "a group ended with generation {} of this elastic job; take world.group() again (in Python the default "
+        "process group, or a dist.new_group() of this generation)",
+        number());
     if (!group->ended.set(why)) continue;  // before, by admit()
     group->failure.set(why);
     group->transport->give_up(why);
