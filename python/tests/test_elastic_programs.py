@@ -103,6 +103,19 @@ def test_ELA06_a_rank_of_a_python_program_is_replaced(method, strategy, tmp_path
     assert alone.stdout[alone.stdout.index("weights") :].rsplit(" ", 1)[0] == said[0].rsplit(" ", 1)[0], (alone.stdout, said)
 
 
+def test_ELA01_a_launcher_is_the_only_worker_of_torchruns_agent(tmp_path):
+    """The agent itself would end all its workers as one fails."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
+    launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "2", "--elastic", "1", "--"]
+    line = [sys.executable, program, "{}", "ddp", "without newcomers"]
+    ended = subprocess.run([*torchrun, *launch, *line], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "rank 1 has ended; 1 rank goes on" in ended.stderr, ended.stderr
+    assert "steps 300 stayed" in ended.stdout, ended.stdout
+
+
 def test_ELA06_the_launcher_says_that_a_newcomer_has_left_the_job_again(tmp_path):
     """Its schedule is not the job's, which shows in its second step."""
     program = tmp_path / "program.py"
