@@ -197,7 +197,7 @@ def test_ELA10_a_job_lost_in_an_update_names_who_is_waited_for_and_the_checkpoin
 
     outcomes = Ranks(run, ranks=2, init={"timeout": timedelta(seconds=3)}).outcomes(timeout=30)
     awaited = f"rank 1 (pid {stopped.read_text()}; the launcher's number), alive, but stopped or not in step()"
-    lost = f"the update of a step has waited 3 s for {awaited} ({tmp_path / 'run'} has none yet)"
+    lost = f"the update of a step has waited 3 s for {awaited} ({tmp_path / 'run'} has no checkpoint yet)"
     assert outcomes[0] == (True, lost), outcomes
 
 
@@ -402,7 +402,7 @@ def test_ELA10_too_few_ranks_are_left(tmp_path):
         elastic = shoal.Elastic(model, optimizer, min_ranks=2, checkpoints=tmp_path / "run")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(shoal.JobLost, match="needs min_ranks = 2.*has none yet"):
+        with pytest.raises(shoal.JobLost, match="needs min_ranks = 2.*has no checkpoint yet"):
             elastic.step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step)
         return "lost"
 

@@ -111,6 +111,15 @@ bool has_checkpoint(const fs::path& run) {
   return fs::exists(run / index_name, error) || fs::exists(run / latest_name, error) || !published_steps(run).empty();
 }
 
+std::string last_checkpoint_in_words(const fs::path& run) {
+  try {
+    if (!has_checkpoint(run)) return fmt::format(" ({} has no checkpoint yet)", run.string());
+    return fmt::format(" (the last checkpoint is {})", find_checkpoint(run).string());
+  } catch (const CheckpointError& error) {
+    return fmt::format(" ({})", error.what());
+  }
+}
+
 FolderLock::FolderLock(const fs::path& root) {
   std::error_code error;
   fs::create_directories(root, error);

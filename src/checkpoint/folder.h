@@ -22,6 +22,8 @@ std::filesystem::path find_checkpoint(const std::filesystem::path& path);
 // Whether find_checkpoint() finds one in the folder of a run, which need not be there. CheckpointError for a folder that
 // cannot be read.
 bool has_checkpoint(const std::filesystem::path& run);
+// For people: " (the last checkpoint is runs/a/step-7)", " (runs/a has no checkpoint yet)", or why it is not known.
+std::string last_checkpoint_in_words(const std::filesystem::path& run);
 
 // Lock on saving below a folder, held until destruction; the system releases it if the process dies. Creates the folder
 // if necessary. CheckpointError names the holder if another job, or another training of this

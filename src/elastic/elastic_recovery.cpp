@@ -23,14 +23,7 @@ constexpr int most_late_recoveries = 5;  // of one change of the ranks
 }  // namespace
 
 std::string Elastic::State::with_checkpoint(const std::string& lost) const {
-  const auto& folder = options.checkpoints;
-  if (folder.empty()) return lost;
-  try {
-    if (!has_checkpoint(folder)) return fmt::format("{} ({} has none yet)", lost, folder);
-    return fmt::format("{} (the last checkpoint is {})", lost, find_checkpoint(folder).string());
-  } catch (const CheckpointError& error) {
-    return fmt::format("{} ({})", lost, error.what());
-  }
+  return options.checkpoints.empty() ? lost : lost + last_checkpoint_in_words(options.checkpoints);
 }
 
 void Elastic::State::recover(const std::function<void()>* update) {

@@ -45,7 +45,9 @@ std::unique_ptr<torch::optim::Optimizer> make_local(
     const std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups&)>& make, const ParamGroups& share,
     const torch::optim::OptimizerOptions& defaults, const std::string& name) {
   for (size_t number = 0; number < share.size(); ++number) {
-    if (!share[number].has_options() || typeid(share[number].options()) == typeid(defaults)) continue;
+    if (!share[number].has_options()) continue;
+    const auto& own = share[number].options();
+    if (typeid(own) == typeid(defaults)) continue;
     throw UsageError(fmt::format(
         "{}: the options of param group {} are of type {}, those of the optimizer of type {}; use the same type", name,
         number, type_of(share[number].options()), type_of(defaults)));

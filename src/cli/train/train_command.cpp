@@ -39,6 +39,15 @@ int threads_per_rank(const TrainOptions& options, int ranks) {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, ranks));
 }
 
+// Follows the words about the last checkpoint of --save when an elastic job is lost.
+std::string how_it_goes_on(const std::string& save) {
+  try {
+    return has_checkpoint(save) ? "; the same command with --resume latest goes on from it" : "";
+  } catch (const CheckpointError&) {
+    return "";
+  }
+}
+
 // Loads libraries and starts thread pools, so that their memory is not attributed to the model.
 void load_libraries(const TrainOptions& options) {
   torch::nn::Linear toy(8, 8);
@@ -173,7 +182,7 @@ int train_rank(const TrainOptions& options) {
     return 0;
   } catch (const JobLost& lost) {
     if (options.save.empty()) throw;
-    throw JobLost(fmt::format("{}; the same command with --resume latest goes on from it", lost.what()));
+    throw JobLost(lost.what() + how_it_goes_on(options.save));
   } catch (const Error& error) {
     // After an interrupt, peers may have ended first or be doing other things. All other errors are reported.
     const bool of_peers =
@@ -244,18 +253,6 @@ void check_resume(const TrainOptions& options) {
                   options.resume));
 }
 
-// For people, of a job of which no rank can say it any more.
-std::string where_it_goes_on(const std::string& save) {
-  if (save.empty()) return "";
-  try {
-    if (!has_checkpoint(save)) return fmt::format(" ({} has no checkpoint yet)", save);
-    return fmt::format(" (the last checkpoint is {}); the same command with --resume latest goes on from it",
-                       find_checkpoint(save).string());
-  } catch (const CheckpointError& error) {
-    return fmt::format(" ({})", error.what());
-  }
-}
-
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
   check_resume(options);
   if (placement.source != "alone" || (ranks == 1 && options.elastic_most == 0)) return train_rank(options);
@@ -267,7 +264,11 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
                     .min_ranks = options.elastic.value_or(0),
                     .most_ranks = options.elastic_most,
                     .max_restarts = options.max_restarts,
-                    .when_lost = [&options] { return where_it_goes_on(options.save); }};
+                    .when_lost = [&options] {
+                      return options.save.empty()
+                                 ? std::string()
+                                 : last_checkpoint_in_words(options.save) + how_it_goes_on(options.save);
+                    }};
   if (options.elastic_most == 0) return launch_ranks(how, line, [&options] { return train_rank(options); });
   how.command = line;  // newcomers do not start as forks
   return launch(how);
@@ -279,7 +280,7 @@ void add_train_command(CLI::App& app, const std::vector<std::string>& line, Acti
   auto* command = app.add_subcommand("train", "train a built-in model on built-in data or your own");
   const auto options = std::make_shared<TrainOptions>();
   add_train_options(*command, *options);
-  command->callback([command, options, &line, &chosen] {
+  command->callback([options, &line, &chosen] {
     options->complete();
     const auto placement = find_placement({}, process_environment());
     const int ranks = ranks_of(*options, placement);

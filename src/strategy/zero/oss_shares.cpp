@@ -129,7 +129,8 @@ void OSSCore::State::choose_owners(OSSShares& made) const {
 void OSSCore::State::replicate(const Group& all, int ranks, bool equal, OSSCore& optimizer) {
   everybody = all;
   auto lines = shoal::describe(optimizer.param_groups());
-  lines.push_back(c10::demangle(typeid(*local).name()));
+  const auto& update = *local;
+  lines.push_back(c10::demangle(typeid(update).name()));
   lines.push_back(fmt::format("broadcast_fp16 {}", options.broadcast_fp16));
   agree(all, "the parameters and options of OSS on each host", lines);
   if (options.broadcast_fp16) {
