@@ -49,8 +49,6 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Its garbage collector starts at 128 MB, which a precompiled header of libtorch has from the start: an eighth of the time.
   target_compile_options(shoal_warnings INTERFACE --param=ggc-min-heapsize=1048576)
 endif()
-# A test's call that must throw has no result to use, which GCC knows.
-target_compile_options(shoal_warnings INTERFACE $<$<CXX_COMPILER_ID:Clang>:-Wno-unused-result>)
 if(SHOAL_SANITIZE)
   # A finding ends the program, so that the test fails. Line tables are what a report needs; more doubles the build.
   target_compile_options(shoal_warnings INTERFACE -fsanitize=${SHOAL_SANITIZE} -fno-sanitize-recover=all

@@ -45,10 +45,13 @@ def parameters_where(module: torch.nn.Module, named: Callable[[str], bool]) -> s
     return {id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False) if named(name)}
 
 
-def refuse_torch_ddp(module: torch.nn.Module, wrapper: str) -> None:
-    """UsageError if PyTorch's DistributedDataParallel is in it, which reads gradients that this wrapper has used already."""
+def refuse_torch_ddp(module: torch.nn.Module, wrapper: str, used: Iterable[torch.Tensor]) -> None:
+    """UsageError if PyTorch's DistributedDataParallel is in it and has a parameter of those that the wrapper trains: both would
+    reduce its gradient, and the wrapper has used it up by then."""
+    trained = {id(parameter) for parameter in used if parameter.requires_grad}
     for name, part in module.named_modules():
-        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
+        is_ddp = isinstance(part, torch.nn.parallel.DistributedDataParallel)
+        if is_ddp and any(id(parameter) in trained for parameter in part.parameters()):
             raise _C.UsageError(
                 f"{wrapper}: {name or 'the module'} is PyTorch's DistributedDataParallel, which reduces gradients, too: give the "
                 "module in it, model.module"

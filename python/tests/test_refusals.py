@@ -286,6 +286,31 @@ def test_PY06_a_module_in_pytorchs_ddp_is_refused_where_its_gradients_are_used_u
     on_ranks(run)
 
 
+def test_PY06_a_part_in_pytorchs_ddp_that_the_wrapper_does_not_train_may_stay():
+    def net_of(trained):
+        net = torch.nn.Sequential(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2)), torch.nn.Linear(2, 2))
+        net[0].requires_grad_(trained)
+        return net
+
+    def run(rank):
+        sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.1}
+        for trained in (False, True):
+            net = net_of(trained)
+            ignored = [name for name, _ in net[0].named_parameters(prefix="0")]
+            shoal.nn.FullyShardedDataParallel(net, ignored_modules=["0"])(torch.ones(3, 4)).sum().backward()
+            net = net_of(trained)
+            shoal.optim.DistributedOptimizer(net, **sgd, ignored=ignored)
+            net(torch.ones(3, 4)).sum().backward()
+            model = shoal.nn.DecentralizedDataParallel(net_of(trained), **sgd, topology="complete", ignored=ignored)
+            model(torch.ones(3, 4)).sum().backward()
+            net = net_of(trained)
+            shoal.nn.ShardedDataParallel(net, shoal.optim.OSS(net[1].parameters(), **sgd), ignored=ignored)
+        for wrap in (shoal.nn.FullyShardedDataParallel, lambda net: shoal.optim.DistributedOptimizer(net, **sgd)):
+            wrap(net_of(trained=False))
+
+    on_ranks(run)
+
+
 def test_PY05_wrappers_and_functions_in_place_of_a_module_are_named(tmp_path):
     def run(rank):
         model = shoal.nn.DistributedDataParallel(TwoParts())

@@ -53,6 +53,7 @@ int run(int argc, char** argv) {
   shoal::cli::check_values(app);
   try {
     program = shoal::cli::take_program(app, line);
+    shoal::cli::refuse_values_left_out(line);
     app.parse(std::vector<std::string>(line.rbegin(), line.rend() - 1));
   } catch (const CLI::Success& help) {
     return app.exit(help);

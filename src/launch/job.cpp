@@ -284,8 +284,8 @@ bool Job::note_end(Child& child, int status) {
   child.failed = status != 0;
   const bool left = !belonged && newcomers_.has_left(child.rank);
   if (status == 0 && !belonged && !ending()) {
-    output_.say("rank {} (pid {}) ended, and has {}", child.rank, child.pid,
-                left ? "left the job again" : "not joined the job");
+    output_.say("rank {} (pid {}) {}", child.rank, child.pid,
+                left ? "ended, and has left the job again" : "ended, and has not joined the job");
   }
   if (status == 0 || consequence) return false;
   const auto* when = belonged ? "" : left ? " after it had left the job again" : " before it had joined the job";

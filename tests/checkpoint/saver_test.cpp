@@ -317,10 +317,12 @@ TEST(Saver, BEY05_a_model_whose_names_lack_a_prefix_is_told_of_it) {
   };
   for (const bool partial : {false, true}) {
     EXPECT_THAT(said({"a.weight", "a.bias", "b.weight"}, partial),
-                EndsWith("; it has them with the prefix module.: give load_module() the option prefix"));
+                EndsWith("; it has them with the prefix module., which load_module() takes as its option prefix"));
     EXPECT_THAT(said({"c.bias", "c.weight"}, partial), EndsWith("module.c.bias")) << "not all of them are there";
     EXPECT_THAT(said({"weight", "bias"}, partial), EndsWith("module.c.bias")) << "there are two of them";
   }
+  const auto behind = [&] { require_match(reader, {{"module.weight", {2}}}, false, "model", "module."); };
+  EXPECT_THAT(test::refusal(behind), EndsWith("module.c.bias")) << "there are two of them";
   EXPECT_THAT(said({"module.a.weight", "bias"}, false), EndsWith("; set partial to load what matches"));
 }
 

@@ -172,6 +172,10 @@ TEST(Start, an_empty_value_is_not_taken_for_an_option_that_is_not_given) {
   expect_refused({"topology", "ring", "--ranks", "4", "--html", ""}, "--html: give a value");
   expect_refused({"launch", "--elastic", "", "--", "true"}, "--elastic: give a value");
   expect_refused({"checkpoint", "export", "run", ""}, "OUTPUT: give a value; it is empty");
+  expect_refused(reference({"--optimizer-in-backward", ""}), "--optimizer-in-backward: give a value");
+  for (const std::string option : {"--optimizer-in-backward", "--static-graph", "--json"})
+    expect_refused(reference({option + "="}), option + ": give a value; it is empty");
+  EXPECT_EQ(shoal(reference({"--ranks", "1", "--optimizer-in-backward"})).code, 0);
   EXPECT_EQ(shoal({"launch", "-n", "1", "--", "/bin/sh", "-c", "test \"$1\" = ''", "sh", ""}).code, 0);
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,8 +38,15 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
         _collect(part, found, seen)
 
 
+COMM_HOOK_ADVICE = {
+    "register_comm_hook": "give the hook to its constructor, such as communication_hook=shoal.hooks.bf16_compress_hook()"
+}
+
+
 class Wrapper(Wrapped):
     """A module with a strategy around its forward and backward. `module` is the user's own, with its own parameters."""
+
+    _elsewhere: ClassVar[dict[str, str]] = {}  # what to write in place of a method of PyTorch's wrapper
 
     def __init__(self, module: torch.nn.Module, mirror: _C.Mirror, core: Any) -> None:
         super().__init__()
@@ -47,6 +54,11 @@ class Wrapper(Wrapped):
         self._mirror = mirror
         self._accumulates = 0  # scopes of no_sync
         self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._elsewhere:
+            raise AttributeError(f"{type(self).__name__} has no {name}(): {self._elsewhere[name]}")
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. An exception marks the step as failed on this rank: the other ranks get
@@ -109,11 +121,3 @@ class Wrapper(Wrapped):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"a {type(self).__name__} cannot be pickled: save model.state_dict(), or the module in it")
-
-
-def register_comm_hook(self: Wrapper, state: Any, hook: Any) -> None:
-    """UsageError: of PyTorch's wrappers. The constructor takes hooks here."""
-    raise _C.UsageError(
-        f"{type(self).__name__} has no register_comm_hook(): give the hook to its constructor, such as "
-        "communication_hook=shoal.hooks.bf16_compress_hook()"
-    )

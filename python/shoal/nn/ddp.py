@@ -13,7 +13,7 @@ from .._loaded import Loads
 from .._mirror import mirror_of, parameters_where, require_constant_in_forward
 from ..distributed import group_of
 from ._torch_options import DDP, without_torch_options
-from ._wrapper import Wrapper, register_comm_hook
+from ._wrapper import COMM_HOOK_ADVICE, Wrapper
 
 # For errors, which have room for so much.
 _WRITTEN = "parameters after load_state_dict() (load on every rank) or gradients set by hand"
@@ -62,7 +62,7 @@ class DistributedDataParallel(Wrapper):
     Writes in place after a step are not compared, as in PyTorch.
     """
 
-    register_comm_hook = register_comm_hook
+    _elsewhere = COMM_HOOK_ADVICE
 
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
         options = without_torch_options("DistributedDataParallel", options, DDP)

@@ -96,8 +96,8 @@ class DecentralizedDataParallel(Gossip, Wrapper):
     ) -> None:
         options = {name: defaults.pop(name) for name in _options if name in defaults}
         mirror = mirror_of(module)
-        refuse_torch_ddp(module, "DecentralizedDataParallel")
         groups = groups_of_module(module, params, options.get("ignored", ()))
+        refuse_torch_ddp(module, "DecentralizedDataParallel", [one for group in groups for one in group["params"]])
         recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults, options=_options)
         group = group_of(process_group)
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)

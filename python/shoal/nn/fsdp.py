@@ -18,7 +18,7 @@ from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, require_con
 from ..distributed import group_of
 from ._policy import Policy, unit_names
 from ._torch_options import FSDP, without_torch_options
-from ._wrapper import Wrapper, register_comm_hook
+from ._wrapper import COMM_HOOK_ADVICE, Wrapper
 
 
 class FullyShardedDataParallel(Wrapper):
@@ -43,7 +43,7 @@ class FullyShardedDataParallel(Wrapper):
     The constructor is collective.
     """
 
-    register_comm_hook = register_comm_hook
+    _elsewhere = COMM_HOOK_ADVICE
 
     def __init__(
         self, module: torch.nn.Module, process_group: Any = None, *, auto_wrap_policy: Policy = None, **options: Any
@@ -51,7 +51,10 @@ class FullyShardedDataParallel(Wrapper):
         options = without_torch_options("FullyShardedDataParallel", options, FSDP)
         mirror = mirror_of(module)
         _refuse_nested(module)
-        refuse_torch_ddp(module, "FullyShardedDataParallel")
+        ignored = set(options.get("ignored_parameters", ()))
+        below = tuple(f"{name}." for name in options.get("ignored_modules", ()) if name)
+        left_out = parameters_where(module, lambda name: name in ignored or name.startswith(below or "\0"))
+        refuse_torch_ddp(module, "FullyShardedDataParallel", [one for one in module.parameters() if id(one) not in left_out])
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
         group = group_of(process_group)
         require_constant_in_forward(module, "FullyShardedDataParallel")
@@ -60,9 +63,7 @@ class FullyShardedDataParallel(Wrapper):
         self._group = group
         self._param_dtype = options.get("param_dtype")
         self._by_parameter = options.get("shard_by_parameter", False)
-        ignored = set(options.get("ignored_parameters", ()))
-        below = tuple(f"{name}." for name in options.get("ignored_modules", ()) if name)
-        self._ignored = parameters_where(module, lambda name: name in ignored or name.startswith(below or "\0"))
+        self._ignored = left_out
         if self._param_dtype is not None:
             converted = [one for one in module.parameters() if id(one) not in self._ignored]
             load_in_full_precision(module, converted, self)

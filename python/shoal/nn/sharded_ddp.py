@@ -40,7 +40,7 @@ class ShardedDataParallel(Wrapper):
         self.__dict__["_optimizers"] = optimizers  # they must outlive the core
         group = group_of(process_group)
         mirror = mirror_of(module)
-        refuse_torch_ddp(module, "ShardedDataParallel")
+        refuse_torch_ddp(module, "ShardedDataParallel", [one for optimizer in optimizers for one in optimizer._parameters()])
         require_constant_in_forward(module, "ShardedDataParallel")
         core = _C.ShardedDataParallelCore(mirror, [optimizer._core for optimizer in optimizers], group, options)
         super().__init__(module, mirror, core)

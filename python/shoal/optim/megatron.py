@@ -72,8 +72,8 @@ class DistributedOptimizer(ShardedOptimizer):
                 "drop it first, or change its param_groups"
             )
         mirror = mirror_of(module)
-        refuse_torch_ddp(module, "DistributedOptimizer")
         groups = groups_of_module(module, params, options.get("ignored", ()))
+        refuse_torch_ddp(module, "DistributedOptimizer", [one for group in groups for one in group["params"]])
         recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise, _options)
         group = group_of(process_group)
         require_constant_in_forward(module, "DistributedOptimizer")

@@ -77,9 +77,11 @@ class OSS(ShardedOptimizer):
             self._core = core
         self._known.append(list(group["params"]))
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """UsageError: of ZeroRedundancyOptimizer and fairscale, whose state_dict() is then called on one rank."""
-        raise _C.UsageError(
+    @property
+    def consolidate_state_dict(self) -> None:
+        """AttributeError: of ZeroRedundancyOptimizer and fairscale, whose state_dict() is then called on one rank. Programs for
+        both kinds of optimizers ask with hasattr()."""
+        raise AttributeError(
             "OSS has no consolidate_state_dict(): call state_dict(), which has the whole state, on every rank, and save it on one"
         )
 

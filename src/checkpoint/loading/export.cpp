@@ -90,8 +90,9 @@ void export_folder(const CheckpointReader& reader, const std::filesystem::path& 
   }
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  if (!std::filesystem::is_empty(folder, error) && !error) {
-    throw UsageError(fmt::format("{} is not empty; export to a new folder", folder.string()));
+  for (const auto* name : {plain_name, sharded_name}) {
+    if (!std::filesystem::exists(folder / name, error)) continue;
+    throw UsageError(fmt::format("{} exists; export to a new folder", (folder / name).string()));
   }
   if (shards.size() == 1) return write(reader, folder / plain_name, shards.front());
   nlohmann::json weight_map;

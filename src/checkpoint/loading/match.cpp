@@ -39,27 +39,28 @@ bool equal(const SliceReader& reader, const StoredTensor& a, const StoredTensor&
 }
 
 // With which the checkpoint has all names that are missing; empty if there is none, or several.
-std::string prefix_of_missing(const Match& found) {
+std::string prefix_of_missing(const Match& found, const std::string& prefix_given) {
   const std::set<std::string> extra(found.extra.begin(), found.extra.end());
-  const auto& first = found.missing.front();
+  const auto bare = [&](const std::string& missing) { return missing.substr(prefix_given.size()); };
+  const auto first = bare(found.missing.front());
   std::string only;
   for (const auto& name : found.extra) {
     if (!name.ends_with("." + first)) continue;
     const auto prefix = name.substr(0, name.size() - first.size());
     const bool all = std::all_of(found.missing.begin(), found.missing.end(),
-                                 [&](const std::string& missing) { return extra.contains(prefix + missing); });
+                                 [&](const std::string& missing) { return extra.contains(prefix + bare(missing)); });
     if (all && !only.empty()) return "";
     if (all) only = prefix;
   }
   return only;
 }
 
-std::string advice_on(const Match& found, bool partial) {
+std::string advice_on(const Match& found, bool partial, const std::string& prefix_given) {
   if (!found.wrong_shape.empty()) return partial ? "; a new layer needs a new name" : "";
   if (!found.matching.empty() || found.missing.empty()) return partial ? "" : "; set partial to load what matches";
-  const auto prefix = prefix_of_missing(found);
+  const auto prefix = prefix_of_missing(found, prefix_given);
   if (prefix.empty()) return "";
-  return fmt::format("; it has them with the prefix {}: give load_module() the option prefix", prefix);
+  return fmt::format("; it has them with the prefix {}, which load_module() takes as its option prefix", prefix);
 }
 
 }  // namespace
@@ -123,8 +124,8 @@ Match require_match(const SliceReader& reader, const std::vector<WantedTensor>& 
   auto result = match(reader, wanted, part, prefix);
   const bool nothing = result.matching.empty() && !wanted.empty();
   if (partial ? result.wrong_shape.empty() && !nothing : result.exact()) return result;
-  throw UsageError(
-      fmt::format("{} does not match this model: {}{}", reader.name(), result.describe(), advice_on(result, partial)));
+  throw UsageError(fmt::format("{} does not match this model: {}{}", reader.name(), result.describe(),
+                               advice_on(result, partial, prefix)));
 }
 
 }  // namespace shoal

@@ -78,9 +78,9 @@ void check(const CLI::App& command) {
     const auto name = option->get_name();
     for (const auto& text : option->results()) {
       const bool takes_a_value = option->get_items_expected_max() > 0;
-      // The shell makes it of a variable that is not set; it would be taken for an option that is not given.
-      const bool needs_a_value = option->get_items_expected_min() > 0;
-      if (needs_a_value && text.empty()) throw UsageError(fmt::format("{}: give a value; it is empty", name));
+      // The shell makes it of a variable that is not set; it would be taken for an option that is not given. An option that
+      // may stand alone has its default then.
+      if (takes_a_value && text.empty()) throw UsageError(fmt::format("{}: give a value; it is empty", name));
       if (!option->nonpositional()) continue;
       if (takes_a_value && text.starts_with("--") && command.get_option_no_throw(text) != nullptr) {
         throw UsageError(fmt::format("{}: give a value; found {} instead", name, text));
@@ -139,6 +139,13 @@ std::string unknown_word(const CLI::App& program, const std::vector<std::string>
     return "there is no option " + name + or_else(name, names);
   }
   return "";
+}
+
+void refuse_values_left_out(const std::vector<std::string>& line) {
+  for (const auto& word : line) {
+    if (!word.starts_with("--") || !word.ends_with('=')) continue;
+    throw UsageError(fmt::format("{}: give a value; it is empty", word.substr(0, word.size() - 1)));
+  }
 }
 
 void check_values(CLI::App& program) {

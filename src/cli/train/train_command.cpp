@@ -239,7 +239,6 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
   require_writable_folder("--flight-recorder", options.flight_recorder);
   if (placement.rank != 0) return;
   check_outputs(options, data);
-  if (!options.trace.empty()) remove_traces(options.trace);
 }
 
 // A model alone, as --save and other programs write it, is refused once, and in the words of the command line.
@@ -255,6 +254,7 @@ void check_resume(const TrainOptions& options) {
 
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
   check_resume(options);
+  if (placement.rank == 0 && !options.trace.empty()) remove_traces(options.trace);
   if (placement.source != "alone" || (ranks == 1 && options.elastic_most == 0)) return train_rank(options);
   LaunchOptions how{.ranks = ranks,
                     .threads = threads_per_rank(options, ranks),
