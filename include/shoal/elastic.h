@@ -315,8 +315,7 @@ class Elastic {
   // A newcomer's loop begins: for one that communicates, in together(), before its first in_epoch() or step(), as the others
   // do when the ranks have changed. Elsewhere it does nothing.
   void begin_loop();
-  // The epoch with which this rank's loop over epochs begins: 0, or the job's present one in a process that has come to it. In a
-  // loop without set_epoch(), whose epochs all have one number, it counts the passes through the samples.
+  // The epoch with which this rank's loop over epochs begins: 0, or the job's present one in a process that has come to it.
   size_t first_epoch() const;
   int64_t steps() const;        // complete steps of the job since its beginning
   uint64_t generation() const;  // 1, and more after each change of the ranks

@@ -194,7 +194,7 @@ class Elastic:
 
     @property
     def first_epoch(self) -> int:
-        """0, or the job's present epoch in a process that has joined it: the passes so far in a loop without set_epoch()."""
+        """0, or the job's present epoch in a process that has joined it."""
         return self._running.first_epoch()
 
     @property

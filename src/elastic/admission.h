@@ -21,7 +21,6 @@ struct Position {
   size_t taken = 0;               // places of the epoch that complete steps have used
   std::optional<size_t> epoch{};  // in which the loop is; nothing: between two
   size_t next_epoch = 0;          // the sampler's
-  size_t passes = 0;              // through the samples of that epoch that have ended, where set_epoch() is not called
 };
 
 // Gives newcomers the job's state, which a lone process takes before it is made one of the job's ranks.

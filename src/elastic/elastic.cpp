@@ -123,13 +123,6 @@ bool Elastic::State::begin_epoch() {
                     "with first_epoch(), and call sampler.set_epoch() before in_epoch()",
                     sampler->epoch(), first_epoch));
   }
-  if (!in_place && first_pass > 0 && !looked_up) {
-    generations->resign();
-    throw UsageError(fmt::format(
-        "Elastic: this newcomer's loop begins with its first pass through the samples, and the job has ended "
-        "{}: begin it with first_epoch(), and call sampler.set_epoch() in each epoch",
-        first_pass));
-  }
   in_place = true;
   begin_loop();
   const bool inside = epoch && *epoch == sampler->epoch();
@@ -143,8 +136,6 @@ bool Elastic::State::begin_epoch() {
   epoch = sampler->epoch();
   if (begins && sampler->num_samples() > 0) return true;
   epoch.reset();
-  passes = passed == sampler->epoch() ? passes + 1 : 1;
-  passed = sampler->epoch();
   divide(0);
   return false;
 }
@@ -272,8 +263,7 @@ size_t Elastic::first_epoch() const {
         "constructor, "
         "or count by steps()");
   }
-  state_->looked_up = true;
-  return state_->first_epoch + state_->first_pass;
+  return state_->first_epoch;
 }
 
 int64_t Elastic::steps() const {

@@ -172,7 +172,6 @@ void Elastic::State::share(const std::vector<bool>& newcomers) {
   if (sampler != nullptr) {
     position.next_epoch = sampler->epoch();
     if (!epoch || *epoch != sampler->epoch()) position.taken = sampler->taken();
-    if (passed == position.next_epoch) position.passes = passes;
   }
   admission.share(world.group(), newcomers, position);
   if (!comes) return;
@@ -182,8 +181,6 @@ void Elastic::State::share(const std::vector<bool>& newcomers) {
   taken = position.taken;
   epoch = position.epoch;
   first_epoch = position.next_epoch;
-  first_pass = passes = position.passes;
-  passed = position.next_epoch;
 }
 
 void Elastic::State::open_for_newcomers() const {

@@ -143,21 +143,17 @@ struct Elastic::State {
   bool asked = false;             // processes ask to join, as all ranks know
   bool begun = true;              // this rank's loop, in a newcomer
   bool in_place = true;           // this rank's sampler is in the job's epoch, in a newcomer
-  size_t first_epoch = 0;         // the job's, of its sampler, when this rank came
-  size_t first_pass = 0;          // and the passes through it that had ended by then
-  bool looked_up = false;         // the program knows them
-  bool proven = true;             // this rank has completed a step with others; false: a newcomer
-  bool differ = false;            // ranks do, as all of them have found, and newcomers may be why
-  MemberList trial;               // members of the present generation that have not, as all ranks know
-  double step_seconds = 0;        // the longest complete step so far
+  size_t first_epoch = 0;
+  bool proven = true;                        // this rank has completed a step with others; false: a newcomer
+  bool differ = false;                       // ranks do, as all of them have found, and newcomers may be why
+  MemberList trial;                          // members of the present generation that have not, as all ranks know
+  double step_seconds = 0;                   // the longest complete step so far
   std::chrono::milliseconds longest_wait{};  // for a late rank; 0: the world's limit
   int64_t ended = 0;                         // calls of together() that this rank has ended
   int64_t most_ended = 0;                    // the most of all ranks, at the last recovery
   size_t taken = 0;                          // places of the epoch behind which the rest begins
   size_t skipped = 0;                        // behind those: of steps that this rank has left by an error
   std::optional<size_t> epoch;
-  std::optional<size_t> passed;      // the epoch of the last pass that has ended
-  size_t passes = 0;                 // through that epoch
   std::optional<int64_t> left_step;  // began_at of a step that this rank has left by an error
 };
 

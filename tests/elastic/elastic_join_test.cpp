@@ -146,49 +146,6 @@ TEST(ElasticJoin, ELA06_the_learning_rate_a_scaler_and_tensors_of_the_program_co
   EXPECT_EQ(job.end_of(newcomer).text, first.text);
 }
 
-// All epochs of such a loop have one number, and the newcomer comes in the second one.
-TEST(ElasticJoin, ELA06_a_loop_without_set_epoch_ends_on_all_ranks_at_once) {
-  for (const bool asks : {true, false}) {
-    SCOPED_TRACE(asks);
-    const test::SharedRecord record;
-    const auto body = [&](const World& world) -> std::string {
-      alarm(30);
-      JoinParts parts(world);
-      torch::optim::Adam optimizer(parts.net->parameters(), torch::optim::AdamOptions(0.01));
-      DistributedSampler sampler(test::samples_of_epoch, world.group(), {.seed = 3});
-      const auto quiet = [](const ElasticChange&) {};
-      Elastic elastic(world, parts.parallel, optimizer, sampler, {.on_change = quiet});
-      for (size_t epoch = asks ? elastic.first_epoch() : 0; epoch < 3; ++epoch) {
-        while (elastic.in_epoch()) {
-          auto division = sampler;
-          division.reset();
-          while (const auto batch = division.next(test::batch_size)) {
-            while (record->last_step != 0 && elastic.steps() >= record->last_step) usleep(200);
-            const auto x = test::inputs_of(*batch);
-            const auto compute = [&] { test::loss_of(parts.parallel.forward(x), x).backward(); };
-            if (!elastic.step(x.size(0), compute, [&] { optimizer.step(); })) break;
-            optimizer.zero_grad();
-            record->evaluations[world.rank()] = static_cast<int>(elastic.steps());
-          }
-        }
-      }
-      return fmt::format("{} steps on {}", elastic.steps(), world.size());
-    };
-    record->last_step = 30;  // of 26 in an epoch
-    JoinJob job(2, body);
-    ASSERT_TRUE(JoinJob::comes_true([&] { return record->evaluations[0] == 30 && record->evaluations[1] == 30; }));
-    const int newcomer = job.add(body);
-    ASSERT_TRUE(job.comes_to_knock(newcomer));
-    record->last_step = 0;
-    const auto first = job.end_of(0);
-    EXPECT_NE(first.text.find(asks ? " steps on 3" : " steps on 2"), std::string::npos) << first.text;
-    EXPECT_EQ(job.end_of(1).text, first.text);
-    const auto ended = job.end_of(newcomer);
-    const auto expected = asks ? first.text : "begins with its first pass through the samples, and the job has ended 1";
-    EXPECT_NE(ended.text.find(expected), std::string::npos) << ended.text;
-  }
-}
-
 // As in a job that was resumed with a schedule that cycles them.
 TEST(ElasticJoin, ELA06_numbers_among_the_optimizers_options_come_with_the_state) {
   const test::SharedRecord record;
