@@ -21,9 +21,10 @@ using Json = nlohmann::json;
 constexpr size_t most_elements = 64;
 constexpr double least_magnitude = 1e-3;  // below it, rounding is that of sums with larger values
 
-// Numbers as floats: an integer of Python is equal to the float that a newcomer gets.
+// Numbers as floats: an integer of Python is equal to the float that a newcomer gets. Without the last digits, in which functions of
+// the hosts' libraries may differ.
 Json with_floats(const Json& value) {
-  if (value.is_number()) return value.get<double>();
+  if (value.is_number()) return fmt::format("{:.12g}", value.get<double>());
   if (!value.is_array()) return value;
   auto list = Json::array();
   for (const auto& element : value) list.push_back(with_floats(element));
@@ -66,16 +67,19 @@ double magnitude_of_element(const at::Tensor& tensor, int64_t number) {
 }  // namespace
 
 Comparison::Comparison(const ElasticParts& parts, int64_t step) {
+  if (!parts.sharded() && parts.reduces()) add_elements(parts.tensors().trainable(), step);
+}
+
+void Comparison::add_options(const ElasticParts& parts) {
   const auto& groups = parts.optimizer().param_groups();
   for (size_t i = 0; i < groups.size(); ++i) {
     auto named = named_options(groups[i].options());
     const double rate = named.contains("lr") && named["lr"].is_number() ? named["lr"].get<double>() : 0;
     named.erase("lr");
-    compared_.push_back({Kind::rate, rate, 0, fmt::format("param group {}, and this one has {}", i, rate)});
+    compared_.push_back({Kind::rate, rate, 1e-12, fmt::format("param group {}, and this one has {}", i, rate)});
     compared_.push_back({Kind::options, digest_of(named), 0,
                          fmt::format("param group {}, and this one has {}", i, describe(groups[i].options()))});
   }
-  if (!parts.sharded() && parts.reduces()) add_elements(parts.tensors().trainable(), step);
 }
 
 void Comparison::add_elements(const std::vector<NamedTensor>& parameters, int64_t step) {

@@ -18,12 +18,6 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(1000 * seconds)));
 }
 
-// The launcher ends a job with fewer ranks than its MIN, which so end with the error that names the last checkpoint.
-ElasticOptions with_launchers_least(ElasticOptions options, const World& world) {
-  options.min_ranks = std::max(options.min_ranks, cell_of(world)->state->join.min_ranks);
-  return options;
-}
-
 }  // namespace
 
 Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, DistributedSampler* divides,
@@ -32,7 +26,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
       parts(std::move(trained)),
       training(of_registry),
       sampler(divides),
-      options(with_launchers_least(chosen, of)),
+      options(chosen),
       steps_before(parts->step()),
       copies(parts->module()),
       earlier(*parts),
@@ -50,6 +44,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
     options.validate(world.size());
   }
   require_supported();
+  least_ranks = std::max(options.min_ranks, join.min_ranks);
   if (join.number) {
     const auto& waits = cell_of(world)->state->options;
     terms.require_alike(*join.table, waits.timeout_seconds, waits.while_waiting);
@@ -59,10 +54,13 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
                        options.straggler_seconds, options.silent_host_seconds),
            sampler ? "a sampler" : "no sampler",
            fmt::format("keep_global_batch {}, shares {}", options.keep_global_batch, options.shares)});
+    // The launchers of several nodes may have been given different ones.
+    least_ranks = static_cast<int>(
+        world.group().all_reduce(std::vector<double>{static_cast<double>(least_ranks)}, ReduceOp::max)[0]);
     batch.begin();
   }
   longest_wait = milliseconds(options.straggler_seconds);
-  generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, options.min_ranks},
+  generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, least_ranks},
                                               milliseconds(options.silent_host_seconds));
   if (generations->is_newcomer()) {
     begun = in_place = proven = false;

@@ -38,7 +38,7 @@ void Elastic::State::recover(const std::function<void()>* update) {
   bool with_newcomers = false;
   while (true) {
     if (training != nullptr) training->leave_groups();
-    generations->recover(options.min_ranks);
+    generations->recover(least_ranks);
     with_newcomers = with_newcomers || generations->has_newcomers();
     // Newcomers get the state within the world's limit.
     if (longest_wait.count() > 0 && !generations->has_newcomers()) limit_waits();

@@ -119,9 +119,11 @@ struct Elastic::State {
   ElasticTraining* training;
   DistributedSampler* sampler;
   ElasticOptions options;
+  int least_ranks = 1;  // min_ranks, or the launchers' MIN if that is more
   int64_t steps_before;
   StepCopies copies;
   EarlierGradients earlier;
+  std::optional<Comparison> compared;  // in a job that ranks have joined: this rank's when the step began
   GlobalBatch batch;
   JoinTerms terms;
   Admission admission;

@@ -24,6 +24,8 @@ void Elastic::State::begin_step(int64_t count) {
   places = samples * batch.shares();
   earlier.begin_step();
   copies.take();
+  compared.reset();
+  if (generations->has_trial() || !generations->have_come().empty()) compared.emplace(*parts, done);
   in_step = true;
 }
 
@@ -57,7 +59,8 @@ bool Elastic::State::meet(bool map) {
   const auto fixed = static_cast<int64_t>(values.size());
   std::optional<Comparison> own;
   if (!generations->have_come().empty()) {
-    own.emplace(*parts, done);
+    own = compared;
+    own->add_options(*parts);
     const auto set = own->values();
     values.insert(values.end(), set.begin(), set.end());
   }

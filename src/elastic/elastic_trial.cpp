@@ -67,7 +67,8 @@ bool Elastic::State::is_one_of(const MemberList& members) const {
 }
 
 void Elastic::State::compare_in_trial() {
-  const Comparison own(*parts, done);
+  auto own = *compared;
+  own.add_options(*parts);
   std::vector<double> values{static_cast<double>(samples), -static_cast<double>(samples)};
   const auto set = own.values();
   values.insert(values.end(), set.begin(), set.end());

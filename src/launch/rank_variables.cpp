@@ -1,5 +1,7 @@
 #include "launch/rank_variables.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <thread>
 
@@ -35,7 +37,8 @@ Variables rank_variables(const LaunchOptions& options, const RankPlace& place, c
                     {job_variable, job.id}};
   if (!job.secret.empty()) list.emplace_back("SHOAL_SECRET", job.secret);
   newcomers.add_variables(place.rank, list);
-  if (options.min_ranks > 0) list.emplace_back(least_variable, std::to_string(options.min_ranks) + " " + job.id);
+  if (options.min_ranks > 0)
+    list.emplace_back(least_variable, fmt::format("{} {} {}", options.min_ranks, job.port, job.id));
   if (!options.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options.flight_recorder);
   // Python would write into a pipe once it has 8 KiB, and lose them where it is killed.
   if (options.prefix_output && !process_environment()("PYTHONUNBUFFERED")) list.emplace_back("PYTHONUNBUFFERED", "1");

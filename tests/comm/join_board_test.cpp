@@ -142,8 +142,18 @@ TEST(JoinBoard, ELA06_a_newcomer_is_told_what_is_wrong_with_its_environment) {
 }
 
 TEST(JoinBoard, ELA10_all_ranks_are_told_the_least_of_their_launcher) {
-  EXPECT_EQ(find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC_MIN", "2 job"}})).min_ranks, 2);
-  EXPECT_EQ(find_join(environment_of({{"SHOAL_JOB", "job/7"}, {"SHOAL_ELASTIC_MIN", "2 job"}})).min_ranks, 0);
+  EXPECT_EQ(
+      find_join(environment_of({{"SHOAL_JOB", "job"}, {"MASTER_PORT", "29500"}, {"SHOAL_ELASTIC_MIN", "2 29500 job"}}))
+          .min_ranks,
+      2);
+  EXPECT_EQ(find_join(environment_of(
+                          {{"SHOAL_JOB", "job/7"}, {"MASTER_PORT", "29500"}, {"SHOAL_ELASTIC_MIN", "2 29500 job"}}))
+                .min_ranks,
+            0);
+  EXPECT_EQ(
+      find_join(environment_of({{"SHOAL_JOB", "job"}, {"MASTER_PORT", "1"}, {"SHOAL_ELASTIC_MIN", "2 29500 job"}}))
+          .min_ranks,
+      0);
   EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC_MIN", "x job"}}).find("SHOAL_ELASTIC_MIN='x job'"),
             std::string::npos);
 }

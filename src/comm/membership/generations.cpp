@@ -140,7 +140,7 @@ void Generations::give_up(WorldState& world) {
 
 MemberCard Generations::agree(int min_ranks) {
   const auto limit = std::chrono::seconds(cell_->state->options.timeout_seconds);
-  auto deadline = SteadyClock::now() + limit;
+  Patience waiting(limit, std::chrono::seconds(1));
   const auto patience = SteadyClock::now() + patience_;
   Patience with_stragglers(stragglers_.limit);
   // Nobody has begun another generation: this rank does, because its communication has failed.
@@ -161,10 +161,10 @@ MemberCard Generations::agree(int min_ranks) {
       }
       // Whoever was admitting it ended before the others had read its card, so it asks again.
       show(card);
-      deadline = SteadyClock::now() + limit;
+      waiting.restart();
     }
     if (card.members.empty()) {
-      if (SteadyClock::now() > deadline) {
+      if (waiting.over()) {
         throw UsageError(
             fmt::format("no rank of the job has admitted this newcomer within {} s: ranks admit between two "
                         "calls of Elastic::step()",
@@ -182,10 +182,10 @@ MemberCard Generations::agree(int min_ranks) {
       if (SteadyClock::now() > patience) drop_late(card);
       if (stragglers_.limit.count() > 0 && !(before == card)) {  // all have to answer anew
         with_stragglers.restart();
-        deadline = SteadyClock::now() + limit;
+        waiting.restart();
       }
       end_stragglers(card, with_stragglers);
-      if (SteadyClock::now() > deadline) lose_late(card, standing);
+      if (waiting.over()) lose_late(card, standing);
     }
     if (before == card) board_->wait(seen);
     if (cell_->state->options.while_waiting) cell_->state->options.while_waiting();

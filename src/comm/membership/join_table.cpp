@@ -58,7 +58,9 @@ JoinPlace find_join(const Environment& environment) {
   const auto own_job = environment(job_of_process).value_or("");
   const auto address = environment(join_variable);
   place.number = number_in(environment, newcomer_variable, own_job);
-  place.min_ranks = number_in(environment, least_variable, own_job).value_or(0);
+  // A world that a rank starts has a store of its own.
+  const auto own_store = environment("MASTER_PORT").value_or("");
+  place.min_ranks = number_in(environment, least_variable, own_store + " " + own_job).value_or(0);
   std::string why = fmt::format("{} is not set", join_variable);
   if (address) {
     why = fmt::format("{} is another job's", join_variable);

@@ -85,7 +85,8 @@ struct JoinPlace {
   std::optional<OpenJob> over_hosts{};  // the table lies in the job's store
   int min_ranks = 0;                    // it ends the job if fewer are left; 0: this is not its job
 };
-// Environment variables, which launchers set: how all ranks find the table; "NUMBER JOB" for a newcomer, and of the least ranks.
+// Environment variables, which launchers set: how all ranks find the table; "NUMBER JOB" for a newcomer; "NUMBER
+// PORT JOB", with the port of the job's store, of the least ranks.
 constexpr const char* join_variable = "SHOAL_ELASTIC";
 constexpr const char* newcomer_variable = "SHOAL_JOIN";
 constexpr const char* least_variable = "SHOAL_ELASTIC_MIN";

@@ -108,7 +108,7 @@ bool Survivors::wait_until_then(const std::string& what, const std::function<boo
                                 std::chrono::steady_clock::time_point end, const std::function<std::string()>& awaited,
                                 const std::function<void()>& look) const {
   constexpr auto slice = std::chrono::milliseconds(100);
-  const auto deadline = SteadyClock::now() + std::chrono::seconds(world_->options.timeout_seconds);
+  Patience patience(std::chrono::seconds(world_->options.timeout_seconds), std::chrono::seconds(1));
   while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
     if (SteadyClock::now() > end) return false;
     if (look) look();
@@ -117,7 +117,7 @@ bool Survivors::wait_until_then(const std::string& what, const std::function<boo
     } catch (const CommError& error) {
       throw JobLost(fmt::format("{}: {}", what, error.what()));
     }
-    if (SteadyClock::now() < deadline) continue;
+    if (!patience.over()) continue;
     const auto lost = fmt::format("{} has waited {} s for {}, alive, but stopped or not in step()", what,
                                   world_->options.timeout_seconds, awaited());
     if (world_->local_size == world_->placement.size) watch_->give_up(lost);  // else other hosts go on
