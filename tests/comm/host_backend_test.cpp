@@ -295,13 +295,13 @@ TEST(HostBackend, of_a_recorded_group_ends_once_its_messages_are_read) {
   group().barrier().wait();
   double ended = 0, read = 0;
   if (group().rank() == 0) {
-    group().send(at::ones({8}), 1).wait();
+    group().send(at::ones({200000}), 1).wait();
     backend->shutdown();
     ended = now();
   } else if (group().rank() == 1) {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     read = now();
-    group().recv(at::empty({8}), 0).wait();
+    group().recv(at::empty({200000}), 0).wait();
   }
   const auto times = group().all_reduce(std::vector<double>{ended, read});
   EXPECT_GE(times[0], times[1]);
