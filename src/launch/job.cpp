@@ -72,7 +72,7 @@ int Job::run() {
   // The last ranks may have been killed, and have said nothing.
   const int code = code_.value_or(0);
   const bool killed = code > 128 && code != interrupted_well;
-  if (options_.min_ranks > 0 && !interrupted_ && killed && !stop_times_.set() && ranks_.standing() == 0) {
+  if (options_.min_ranks > 0 && !interrupted_ && killed && !ranks_.given_up() && ranks_.standing() == 0) {
     output_.say("no rank is left, so the job is lost{}", options_.when_lost ? options_.when_lost() : "");
   }
   if (code_ && (!interrupted_ || code_before_interrupt_)) print_verdict();

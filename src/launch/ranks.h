@@ -32,6 +32,7 @@ class Ranks {
   bool go_on() const;
   // They do not, from now on: a rank has given the job up.
   void give_up() { given_up_ = true; }
+  bool given_up() const { return given_up_; }
   // How many of the last newcomers have not joined or have left again, in a row.
   int failed_joins() const;
   bool pipes_open() const;

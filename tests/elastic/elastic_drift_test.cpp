@@ -5,6 +5,7 @@
 
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "tests/elastic/elastic_join.h"
 
@@ -80,7 +81,7 @@ TEST(ElasticJoin, ELA06_a_newcomer_that_parts_from_the_job_after_its_first_step_
   }
 }
 
-// Their values are compared in each step.
+// Their values are compared in each step, as they were when it began: as in SAM, each rank has weights of its own until the update.
 TEST(ElasticJoin, ELA06_ranks_that_have_come_and_do_as_the_job_does_stay) {
   const test::SharedRecord record;
   const auto body = [&](const World& world) -> std::string {
@@ -92,8 +93,20 @@ TEST(ElasticJoin, ELA06_ranks_that_have_come_and_do_as_the_job_does_stay) {
     const auto x = test::inputs_of({1, 2});
     while (elastic.steps() < 200) {
       while (record->last_step != 0 && elastic.steps() >= record->last_step) usleep(200);
-      const auto compute = [&] { test::loss_of(parts.parallel.forward(x), x).backward(); };
-      const bool complete = elastic.step(2, compute, [&] { optimizer.step(); });
+      std::vector<at::Tensor> before;
+      const auto compute = [&] {
+        test::loss_of(parts.parallel.forward(x), x).backward();
+        before.clear();
+        for (auto& parameter : parts.net->parameters()) {
+          before.push_back(parameter.detach().clone());
+          parameter.detach().add_(0.1 * world.rank());
+        }
+      };
+      const bool complete = elastic.step(2, compute, [&] {
+        const auto parameters = parts.net->parameters();
+        for (size_t i = 0; i < parameters.size(); ++i) parameters[i].detach().copy_(before[i]);
+        optimizer.step();
+      });
       optimizer.zero_grad();
       if (complete) record->evaluations[test::member_number(world)] = static_cast<int>(elastic.steps());
     }

@@ -80,7 +80,7 @@ class FullyShardedDataParallel(Wrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module" or name in self._elsewhere:
                 raise
             return getattr(super().__getattr__("module"), name)
 
