@@ -54,7 +54,7 @@ def test_PY05_wrong_arguments_are_one_sentence():
         with pytest.raises(shoal.UsageError, match="sparse gradients"):
             shoal.nn.DistributedDataParallel(torch.nn.Embedding(3, 3, sparse=True))
         model = shoal.nn.DistributedDataParallel(net)
-        with pytest.raises(shoal.UsageError, match="is a DistributedDataParallel already"):
+        with pytest.raises(shoal.UsageError, match="give the module in the DistributedDataParallel, model.module"):
             shoal.nn.DistributedDataParallel(model)
         with pytest.raises(shoal.UsageError, match="its first argument is the FullyShardedDataParallel"):
             shoal.optim.FullyShardedOptimizer(net.parameters(), torch.optim.AdamW)

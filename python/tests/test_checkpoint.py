@@ -354,7 +354,7 @@ def test_PY07_a_prefix_that_the_modules_names_lack_is_named(tmp_path):
     values = {f"module.{name}": torch.ones_like(value) for name, value in net.state_dict().items()}
     torch.save(values, file)
     for options in ({}, {"partial": True}):
-        with pytest.raises(shoal.UsageError, match=r"with the prefix module\.: give load_module\(\) the option prefix$"):
+        with pytest.raises(shoal.UsageError, match=r"with the prefix module\., which load_module\(\) takes"):
             shoal.checkpoint.load_module(file, net, **options)
     assert shoal.checkpoint.load_module(file, net, prefix="module.").differences == []
     assert torch.equal(net.weight, values["module.weight"])
