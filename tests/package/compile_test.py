@@ -118,10 +118,15 @@ def mistakes(_root, build):
                     for i, (body, _) in enumerate(MISTAKES))
     said = messages(build, context + wrong, True)
     faults = [right] if right else []
-    if said.count("error: static assertion failed: shoal: ") != len(MISTAKES):
+    # GCC names the place and then the error, Clang the error, with the type, and then mostly the place.
+    sentence = r'error: static(?: assertion failed: |_assert failed[^"\n]*")shoal: '
+    if len(re.findall(sentence, said)) != len(MISTAKES):
         faults.append("not one sentence for each of %d mistakes:\n%s" % (len(MISTAKES), said))
     for i, (body, part) in enumerate(MISTAKES):
-        if not re.search(r"mistake_%d:\d+:[^\0]*?error: static assertion failed: shoal: [^\n]*%s" % (i, part), said):
+        place, error = r"mistake_%d:\d+:" % i, r"%s[^\n]*%s" % (sentence, part)
+        by_type = r"<Net%d &>[^\n]*shoal: [^\n]*%s" % (i, part)
+        after = r"%s(?:(?!error: )[^\0])*?%s" % (error, place)
+        if not re.search("|".join([r"%s[^\0]*?%s" % (place, error), after, by_type]), said):
             faults.append("%s\n%s" % (body, said or "the compiler accepts it"))
     return faults
 
