@@ -31,7 +31,8 @@ constexpr uint64_t power(int exponent) {
 // Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009).
 template <int bits>
 __attribute__((target("pclmul,sse4.1"))) __m128i ahead(__m128i value) {
-  const auto factors = _mm_set_epi64x(static_cast<int64_t>(power(bits - 32)), static_cast<int64_t>(power(bits + 32)));
+  constexpr auto far = static_cast<int64_t>(power(bits + 32)), near = static_cast<int64_t>(power(bits - 32));
+  const auto factors = _mm_set_epi64x(near, far);
   return _mm_xor_si128(_mm_clmulepi64_si128(value, factors, 0x00), _mm_clmulepi64_si128(value, factors, 0x11));
 }
 
