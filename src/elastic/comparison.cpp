@@ -2,6 +2,7 @@
 
 #include <ATen/ops/as_strided.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -21,20 +22,18 @@ using Json = nlohmann::json;
 constexpr size_t most_elements = 64;
 constexpr double least_magnitude = 1e-3;  // below it, rounding is that of sums with larger values
 
-// Numbers as floats: an integer of Python is equal to the float that a newcomer gets. Without the last digits, in which functions of
-// the hosts' libraries may differ.
-Json with_floats(const Json& value) {
+// Numbers as floats: an integer of Python is equal to the float that a newcomer gets. Without the last digits, in which
+// functions of the hosts' libraries may differ.
+std::string in_words(const Json& value) {
   if (value.is_number()) return fmt::format("{:.12g}", value.get<double>());
-  if (!value.is_array()) return value;
-  auto list = Json::array();
-  for (const auto& element : value) list.push_back(with_floats(element));
-  return list;
+  if (!value.is_array()) return value.dump();
+  std::vector<std::string> list;
+  for (const auto& element : value) list.push_back(in_words(element));
+  return fmt::format("[{}]", fmt::join(list, ","));
 }
 
 // In 53 bits, which a double holds.
-double digest_of(const Json& named) {
-  std::string text;
-  for (const auto& [name, value] : named.items()) text += fmt::format("{} {}\n", name, with_floats(value).dump());
+double digest_of(const std::string& text) {
   return static_cast<double>(std::hash<std::string>()(text) >> 11);
 }
 
@@ -76,27 +75,32 @@ void Comparison::add_options(const ElasticParts& parts) {
     auto named = named_options(groups[i].options());
     const double rate = named.contains("lr") && named["lr"].is_number() ? named["lr"].get<double>() : 0;
     named.erase("lr");
-    compared_.push_back({Kind::rate, rate, 1e-12, fmt::format("param group {}, and this one has {}", i, rate)});
-    compared_.push_back({Kind::options, digest_of(named), 0,
-                         fmt::format("param group {}, and this one has {}", i, describe(groups[i].options()))});
+    std::vector<std::string> list;
+    for (const auto& [name, value] : named.items()) list.push_back(name + " " + in_words(value));
+    const auto options = fmt::format("{}", fmt::join(list, ", "));
+    const auto group = fmt::format("param group {}", i);
+    compared_.push_back({Kind::rate, rate, 1e-12, group, {}});
+    compared_.push_back({Kind::options, digest_of(options), 0, group, options});
   }
 }
 
 void Comparison::add_elements(const std::vector<NamedTensor>& parameters, int64_t step) {
   const torch::NoGradGuard no_grad;
-  std::vector<std::pair<std::string, at::Tensor>> list;
+  std::vector<const NamedTensor*> list;
   for (const auto& entry : parameters) {
-    if (entry.tensor.numel() > 0 && !entry.changes_in_forward) list.emplace_back(entry.name, entry.tensor);
+    if (entry.tensor.numel() > 0 && !entry.changes_in_forward) list.push_back(&entry);
   }
   if (list.empty()) return;
   auto number = static_cast<uint64_t>(step) * most_elements;
   for (size_t i = 0; i < most_elements; ++i, ++number) {
-    const auto& [name, tensor] = list[number % list.size()];
+    const auto& tensor = list[number % list.size()]->tensor;
     const auto place =
         static_cast<int64_t>((number * 0x9e3779b97f4a7c15U >> 16) % static_cast<uint64_t>(tensor.numel()));
-    const auto magnitude = magnitude_of_element(tensor, place);
-    compared_.push_back({Kind::element, magnitude, relative_rounding(tensor.scalar_type()),
-                         fmt::format("parameter {}, and this one has {}", name, magnitude)});
+    compared_.push_back({Kind::element,
+                         magnitude_of_element(tensor, place),
+                         relative_rounding(tensor.scalar_type()),
+                         list[number % list.size()]->name,
+                         {}});
   }
 }
 
@@ -112,24 +116,26 @@ std::string Comparison::difference(const std::vector<double>& most) const {
     const double high = most[2 * i];
     const double low = -most[2 * i + 1];
     if (!(high - low > one.relative * std::max(high, least_magnitude))) continue;
+    const auto where = fmt::format("{}, and this one has {}", one.what,
+                                   one.kind == Kind::options ? one.options : fmt::format("{}", one.value));
     switch (one.kind) {
       case Kind::rate:
         return fmt::format(
             "ranks have learning rates from {} to {} in {}: a newcomer gets the job's at first, and its schedule must "
             "be brought to the job's position: give the schedule's state to newcomers (in Python: state={{...}}), or "
             "call schedule.set_position(elastic.steps())",
-            low, high, one.what);
+            low, high, where);
       case Kind::options:
         return fmt::format(
             "ranks have different options in {}: a newcomer gets the job's at first, and what the program sets later "
             "must follow from elastic.steps(), since a newcomer's own counters begin anew",
-            one.what);
+            where);
       case Kind::element:
         return fmt::format(
-            "ranks have {} to {} as the magnitude of an element of {}: a newcomer begins with the job's parameters, "
-            "and has updated them in another way: give the state of a loss scaler, and what else updates depend on, "
-            "to newcomers (ElasticOptions::scaler; in Python: state={{...}})",
-            low, high, one.what);
+            "ranks have {} to {} as the magnitude of an element of parameter {}: a newcomer begins with the job's "
+            "parameters, and has updated them in another way: give the state of a loss scaler, and what else updates "
+            "depend on, to newcomers (ElasticOptions::scaler; in Python: state={{...}})",
+            low, high, where);
     }
   }
   return "";

@@ -31,7 +31,8 @@ class Comparison {
     Kind kind;
     double value;
     double relative;   // difference that rounding may explain
-    std::string what;  // param group with its options, or parameter
+    std::string what;  // param group, or name of the parameter
+    std::string options;
   };
   void add_elements(const std::vector<NamedTensor>& parameters, int64_t step);
 

@@ -40,19 +40,18 @@ struct LaunchOptions {
 // death closes it. The ranks share a secret (SHOAL_SECRET): the one in this process's environment, else a new one.
 // Blocks until all ranks have ended. Neither the ranks nor their descendants are left behind, whatever happens to this
 // process (watcher.h). The first rank that fails is named on standard error; the others get the grace time, then
-// SIGTERM, then SIGKILL; with keep_going they run on, with min_ranks as long as enough are left and none has given the job up. With most_ranks, a
-// process that is to join the job (SHOAL_JOIN, see World::joining()) is started in place of a rank that has failed, and on
-// SIGUSR2, with the next free number as its rank; what becomes of it does not concern the job until it is admitted. With
-// `join` all ranks of this node are such processes.
-// A rank that a signal has stopped is named, too. Returns 0, or the first failure's exit code (128 + number for a signal;
-// with keep_going only if all have failed, with min_ranks only if too few were left or, with several nodes, all of this one
-// have failed; 1 for one on another node), or 130
-// after SIGINT, SIGTERM or SIGHUP (unless nohup has it ignored): the first of these reaches the ranks as SIGINT and starts
-// the stop time, a second one kills them. With flight recorders, prints their verdict on standard error when a rank has failed,
-// and on SIGUSR1. With several nodes, each host runs a launcher; that of node 0 holds the store, and stays until the
-// others have ended. They share a secret only
-// if SHOAL_SECRET gives all of them one. UsageError for wrong options, a program that cannot be started, or a port in use.
-// Installs signal handlers while it runs; call it from one thread.
+// SIGTERM, then SIGKILL; with keep_going they run on, with min_ranks as long as enough are left and none has given the
+// job up. With most_ranks, a process that is to join the job (SHOAL_JOIN, see World::joining()) is started in place of
+// a rank that has failed, and on SIGUSR2, with the next free number as its rank; what becomes of it does not concern
+// the job until it is admitted. With `join` all ranks of this node are such processes.
+// A rank that a signal has stopped is named, too. Returns 0, or the first failure's exit code (128 + number for a
+// signal; with keep_going only if all have failed, with min_ranks only if too few were left or, with several nodes, all
+// of this one have failed; 1 for one on another node), or 130 after SIGINT, SIGTERM or SIGHUP (unless nohup has it
+// ignored): the first of these reaches the ranks as SIGINT and starts the stop time, a second one kills them. With
+// flight recorders, prints their verdict on standard error when a rank has failed, and on SIGUSR1. With several nodes,
+// each host runs a launcher; that of node 0 holds the store, and stays until the others have ended. They share a secret
+// only if SHOAL_SECRET gives all of them one. UsageError for wrong options, a program that cannot be started, or a port
+// in use. Installs signal handlers while it runs; call it from one thread.
 int launch(const LaunchOptions& options);
 
 }  // namespace shoal

@@ -81,7 +81,8 @@ TEST(ElasticJoin, ELA06_a_newcomer_that_parts_from_the_job_after_its_first_step_
   }
 }
 
-// Their values are compared in each step, as they were when it began: as in SAM, each rank has weights of its own until the update.
+// Their values are compared in each step, as they were when it began: as in SAM, each rank has weights of its own until
+// the update.
 TEST(ElasticJoin, ELA06_ranks_that_have_come_and_do_as_the_job_does_stay) {
   const test::SharedRecord record;
   const auto body = [&](const World& world) -> std::string {

@@ -18,7 +18,7 @@ void export_pt(const CheckpointReader& reader, const std::filesystem::path& path
 
 // Writes the form that Hugging Face's libraries open: model.safetensors or, if that would be larger than `shard_bytes`,
 // files model-00001-of-00003.safetensors, filled in order of names, and finally model.safetensors.index.json. A larger
-// tensor gets a file of its own. Creates the folder if necessary; it must be empty.
+// tensor gets a file of its own. Creates the folder if necessary; it must not contain such a model.
 void export_folder(const CheckpointReader& reader, const std::filesystem::path& folder,
                    int64_t shard_bytes = 5'000'000'000, const std::string& part = "model");
 
