@@ -97,6 +97,10 @@ class WithFSDP : public Wrapped {
     return averages_ ? "other ranks of its host, if any are left, update its share of the host's own parameters"
                      : Wrapped::in_place_of_lost();
   }
+  std::string lost_shards() const override {
+    return averages_ ? "each host that is left has all shards of its own parameters, and those of lost hosts are lost"
+                     : Wrapped::lost_shards();
+  }
   std::string why_closed() const override {
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }
@@ -237,6 +241,12 @@ std::string ElasticParts::in_place_of_lost() const {
   return has_replicas() ? "other ranks of its host, if any are left, update its share of the parameters, which other "
                           "hosts have, too"
                         : "the others update its share of the parameters";
+}
+
+std::string ElasticParts::lost_shards() const {
+  if (sharded_ == nullptr) return "no shard is lost: each rank that is left has all parameters and their state";
+  return has_replicas() ? "no shard is lost: each host that is left has all parameters and their state"
+                        : "no shard is lost: the ranks that are left have all parameters and their state";
 }
 
 std::vector<std::string> ElasticParts::description() const {

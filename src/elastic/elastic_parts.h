@@ -98,6 +98,8 @@ class ElasticParts {
   int64_t updated_elements() const;
   // Who has what a rank had that is lost, in words.
   virtual std::string in_place_of_lost() const;
+  // What is lost and what the ranks have that are left when a job cannot go on, in words.
+  virtual std::string lost_shards() const;
   // Before processes are admitted, between two steps. Collective over the members.
   virtual void prepare_admission() {}
   // Gives newcomers among the group's ranks what is neither one rank's nor equal on all. Collective.

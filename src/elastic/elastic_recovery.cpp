@@ -23,7 +23,9 @@ constexpr int most_late_recoveries = 5;  // of one change of the ranks
 }  // namespace
 
 std::string Elastic::State::with_checkpoint(const std::string& lost) const {
-  return options.checkpoints.empty() ? lost : lost + last_checkpoint_in_words(options.checkpoints);
+  const auto checkpoint = options.checkpoints.empty() ? "" : last_checkpoint_in_words(options.checkpoints);
+  // A newcomer has nothing yet, and does not know what the others have.
+  return lost + (generations->is_newcomer() ? "" : "; " + parts->lost_shards()) + checkpoint;
 }
 
 void Elastic::State::recover(const std::function<void()>* update) {
@@ -112,7 +114,10 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   for (int rank = 0; rank < group.size(); ++rank) newcomers.push_back(all[rank][2].item<int64_t>() != 0);
   const auto old = all.index({all.select(1, 2) == 0});
   if (old.size(0) == 0) {
-    throw JobLost("all ranks that had the job's state have ended before they could give it to those that have joined");
+    throw JobLost(
+        "all ranks that had the job's state have ended before they could give it to those that have joined: all shards "
+        "of "
+        "its parameters and their state are lost");
   }
   most_ended = old.select(1, 3).max().item<int64_t>();
   const auto furthest = old.select(1, 0).max().item<int64_t>();

@@ -93,7 +93,7 @@ struct Elastic::State {
   // elastic_recovery.cpp
   // update: of the step that was cut off; nullptr outside of one.
   void recover(const std::function<void()>* update);
-  // The sentence of a lost job, with its last checkpoint.
+  // The sentence of a lost job, with its last checkpoint and what is lost.
   std::string with_checkpoint(const std::string& lost) const;
   // Calls act(), whose JobLost gets it.
   template <class Act>

@@ -47,6 +47,10 @@ class LocalParts : public ElasticParts {
   std::string in_place_of_lost() const override {
     return "what it has trained since its last exchange is lost, and the others have the rest";
   }
+  std::string lost_shards() const override {
+    return "each rank that is left has its own parameters, and what the others have trained since their last exchange "
+           "is lost";
+  }
 
   LoggingData logging_data() const override {
     LoggingData::Settings settings;

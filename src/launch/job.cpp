@@ -73,7 +73,8 @@ int Job::run() {
   const int code = code_.value_or(0);
   const bool killed = code > 128 && code != interrupted_well;
   if (options_.min_ranks > 0 && !interrupted_ && killed && !ranks_.given_up() && ranks_.standing() == 0) {
-    output_.say("no rank is left, so the job is lost{}", options_.when_lost ? options_.when_lost() : "");
+    output_.say("no rank is left, so the job and all shards of its state are lost{}",
+                options_.when_lost ? options_.when_lost() : "");
   }
   if (code_ && (!interrupted_ || code_before_interrupt_)) print_verdict();
   forward_the_rest();

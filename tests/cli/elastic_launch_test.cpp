@@ -68,7 +68,9 @@ TEST(ElasticLaunch, ELA10_all_ranks_are_killed_and_the_launcher_names_the_last_c
   const auto ended = disturbed("", "--strategy zero2 --ranks 2 --elastic 1 --save run --save-every 1",
                                "until [ -e run/latest ]; do sleep 0.05; done; kill -9 $ranks;");
   EXPECT_EQ(ended.code, 128 + 9) << ended.output;
-  EXPECT_TRUE(contains(ended, "shoal: no rank is left, so the job is lost (the last checkpoint is run/step-"))
+  EXPECT_TRUE(contains(
+      ended,
+      "shoal: no rank is left, so the job and all shards of its state are lost (the last checkpoint is run/step-"))
       << ended.output;
   EXPECT_TRUE(contains(ended, "; the same command with --resume latest goes on from it")) << ended.output;
 }
@@ -77,7 +79,8 @@ TEST(ElasticLaunch, ELA10_the_only_rank_of_a_job_that_may_grow_is_killed) {
   const auto ended =
       run({SHOAL, "launch", "-n", "1", "--elastic", "1:2", "--max-restarts", "2", "--", "sh", "-c", "kill -9 $$"}, 30);
   EXPECT_EQ(ended.code, 128 + 9) << ended.output;
-  EXPECT_TRUE(contains(ended, "shoal: no rank is left, so the job is lost\n")) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal: no rank is left, so the job and all shards of its state are lost\n"))
+      << ended.output;
 }
 
 }  // namespace

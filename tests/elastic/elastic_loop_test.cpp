@@ -247,12 +247,20 @@ TEST(ElasticLoop, ELA05_a_rank_ends_before_the_first_step_of_an_epoch_that_was_b
   expect_texts(ended, "60 samples", 2);
 }
 
-TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job) {
-  const test::SharedRecord record;
-  const auto ended = test::run_ranks(3, [&](const World& world) {
-    return test::train(world, *record, 1, {{1, test::Moment::in_backward, 2}}, {.min_ranks = 3});
-  });
-  expect_texts(ended, "error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3", 1);
+TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job_which_says_what_of_its_shards_is_lost) {
+  for (const auto& trained : {test::Trained(), test::sharded[0], test::sharded[3], test::sharded[6]}) {
+    const test::SharedRecord record;
+    const auto ended = test::run_ranks(3, [&](const World& world) {
+      return test::train(world, *record, 1, {{1, test::Moment::in_backward, 2}}, {.min_ranks = 3}, trained);
+    });
+    const std::string left =
+        trained.sharding == test::Sharding::none ? "each rank that is left has" : "the ranks that are left have";
+    expect_texts(ended,
+                 "error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3: start it again from its last "
+                 "checkpoint; no shard is lost: " +
+                     left + " all parameters and their state",
+                 1);
+  }
 }
 
 // Rank 2 notices the death only after rank 0 has ended of it, and finds itself alone.

@@ -292,10 +292,12 @@ TEST_F(ElasticTrain, ELA10_too_few_ranks_end_the_job_and_every_rank_names_the_la
       disturbed(elastic(3, 3) + reference() + Line{"--steps", "1000000", "--save-every", "5"}, 40, kill_rank(1));
   EXPECT_EQ(ended.code, 137) << ended.output;
   for (const std::string rank : {"0", "2"}) {
-    const std::string says = "rank " + rank +
-                             ": error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3: start it again "
-                             "from its last checkpoint (the last checkpoint is " +
-                             saved() + "/step-";
+    const std::string says =
+        "rank " + rank +
+        ": error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3: start it again "
+        "from its last checkpoint; no shard is lost: each rank that is left has all parameters and "
+        "their state (the last checkpoint is " +
+        saved() + "/step-";
     const auto place = ended.output.find("rank " + rank + ": error");
     EXPECT_NE(ended.output.find(says), std::string::npos) << ended.output.substr(std::min(place, ended.output.size()));
     EXPECT_NE(ended.output.find("; the same command with --resume latest goes on from it"), std::string::npos);
