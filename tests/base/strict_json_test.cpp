@@ -5,7 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
+#include <ctime>
 #include <fstream>
 
 #include "tests/support/refusal.h"
@@ -68,9 +68,9 @@ TEST(StrictJson, a_million_and_a_half_entries_take_seconds) {
     text += "\"" + std::to_string(i) + R"(":{"dtype":"U8","shape":[1],"data_offsets":[0,1]})";
   }
   text += '}';
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = std::clock();  // processor time
   EXPECT_EQ(parse(text).size(), entries);
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+  EXPECT_LT(std::clock() - begin, 30 * CLOCKS_PER_SEC);
 }
 
 TEST(StrictJson, a_list_is_handed_out_element_by_element) {
