@@ -99,7 +99,7 @@ inline void kill_on_hosts_at_random(const std::vector<Kind>& kinds, const std::v
   const int seed = number_of("SHOAL_SEED", 1);
   const int trials = number_of("SHOAL_KILLS", 24);
   std::mt19937 random(static_cast<unsigned>(seed));
-  int kills = 0;
+  Kills kills;
   std::vector<double> seconds;
   for (int trial = 0; trial < trials && !::testing::Test::HasFailure(); ++trial) {
     const auto& kind = kinds[random() % kinds.size()];
@@ -142,15 +142,13 @@ inline void kill_on_hosts_at_random(const std::vector<Kind>& kinds, const std::v
     const auto& steps = record->complete[left - ended.begin()];
     const auto next = std::find_if(steps.begin(), steps.end(), [&](const auto& entry) { return entry.at > killed; });
     if (!whole && next != steps.end()) seconds.push_back(next->at - killed);
-    kills += static_cast<int>(
-        std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
+    kills.count(ended);
   }
   std::sort(seconds.begin(), seconds.end());
   if (seconds.empty()) seconds.push_back(NAN);
-  fmt::print(
-      "{} trials, {} kills; from the kill of ranks to the end of the next step: median {:.0f} ms, slowest {:.0f} ms\n",
-      trials, kills, seconds[seconds.size() / 2] * 1e3, seconds.back() * 1e3);
-  EXPECT_GT(kills, 0);
+  fmt::print("{}; from the kill of ranks to the end of the next step: median {:.0f} ms, slowest {:.0f} ms\n",
+             kills.text(), seconds[seconds.size() / 2] * 1e3, seconds.back() * 1e3);
+  EXPECT_GT(kills.all, 0);
 }
 
 }  // namespace shoal::test

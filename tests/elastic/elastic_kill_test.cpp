@@ -123,7 +123,7 @@ void kill_at_random(const std::vector<Trained>& all, int trials) {
   const int seed = number_of("SHOAL_SEED", 1);
   std::mt19937 random(static_cast<unsigned>(seed));
   std::vector<double> seconds;  // from a kill to the end of the next complete step
-  int kills = 0;
+  Kills kills;
   constexpr int epochs = 2;
   for (int trial = 0; trial < trials && !testing::Test::HasFailure(); ++trial) {
     const int ranks = 2 + static_cast<int>(random() % 3);
@@ -154,8 +154,7 @@ void kill_at_random(const std::vector<Trained>& all, int trials) {
           }
         });
     check(ended, victims, *record, epochs, true, trained);
-    kills += static_cast<int>(
-        std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
+    kills.count(ended);
     for (int rank = 0; rank < ranks; ++rank) {
       if (WIFSIGNALED(ended[rank].status)) continue;
       const auto& list = record->complete[rank];
@@ -168,10 +167,10 @@ void kill_at_random(const std::vector<Trained>& all, int trials) {
   std::sort(seconds.begin(), seconds.end());
   if (seconds.empty()) seconds.push_back(NAN);
   fmt::print(
-      "{} trials, {} kills; from the last kill to the end of the next complete step: median {:.0f} ms, 90 % {:.0f} ms, "
-      "slowest {:.0f} ms\n",
-      trials, kills, seconds[seconds.size() / 2] * 1e3, seconds[seconds.size() * 9 / 10] * 1e3, seconds.back() * 1e3);
-  EXPECT_GT(kills, 0);
+      "{}; from the last kill to the end of the next complete step: median {:.0f} ms, 90 % {:.0f} ms, slowest {:.0f} "
+      "ms\n",
+      kills.text(), seconds[seconds.size() / 2] * 1e3, seconds[seconds.size() * 9 / 10] * 1e3, seconds.back() * 1e3);
+  EXPECT_GT(kills.all, 0);
 }
 
 TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {

@@ -175,6 +175,7 @@ TEST(ElasticLocal, ELA12_ranks_end_at_random_moments) {
   const int seed = test::number_of("SHOAL_SEED", 1);
   std::mt19937 random(static_cast<unsigned>(seed));
   const auto all = methods();
+  test::Kills kills;
   for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 28) && !testing::Test::HasFailure(); ++trial) {
     const int ranks = 2 + static_cast<int>(random() % 3);
     std::vector<int> victims(ranks);
@@ -198,7 +199,10 @@ TEST(ElasticLocal, ELA12_ranks_end_at_random_moments) {
           }
         });
     check(ended, victims, *record, how);
+    kills.count(ended);
   }
+  fmt::print("{}\n", kills.text());
+  EXPECT_GT(kills.all, 0);
 }
 
 // A model whose exchange takes longer than all else of a step, so that ranks end in it. Each rank's gradient is its number,

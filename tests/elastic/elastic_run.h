@@ -107,6 +107,20 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// How many ranks trials have killed.
+struct Kills {
+  int trials = 0;
+  int all = 0;
+  int of_rank_0 = 0;
+
+  void count(const std::vector<RankEnded>& ended) {
+    ++trials;
+    for (const auto& one : ended) all += WIFSIGNALED(one.status) ? 1 : 0;
+    of_rank_0 += WIFSIGNALED(ended[0].status) ? 1 : 0;
+  }
+  std::string text() const { return fmt::format("{} trials, {} kills, {} of them of rank 0", trials, all, of_rank_0); }
+};
+
 // Number in a variable of the environment.
 inline int number_of(const char* variable, int otherwise) {
   const auto text = process_environment()(variable);
