@@ -123,7 +123,7 @@ void kill_at_random(const std::vector<Trained>& all, int trials) {
   const int seed = number_of("SHOAL_SEED", 1);
   std::mt19937 random(static_cast<unsigned>(seed));
   std::vector<double> seconds;  // from a kill to the end of the next complete step
-  Kills kills;
+  test::Kills kills;
   constexpr int epochs = 2;
   for (int trial = 0; trial < trials && !testing::Test::HasFailure(); ++trial) {
     const int ranks = 2 + static_cast<int>(random() % 3);

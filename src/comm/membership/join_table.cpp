@@ -32,7 +32,7 @@ std::optional<OpenJob> open_job_in(const std::string& text, std::string& job) {
 }
 
 // Of "NUMBER JOB". Nothing: the variable is not set, or is another job's.
-std::optional<int> number_in(const Environment& environment, const char* variable, const std::string& own_job) {
+std::optional<int> number_for_job(const Environment& environment, const char* variable, const std::string& own_job) {
   const auto text = environment(variable);
   if (!text) return std::nullopt;
   std::istringstream in(*text);
@@ -57,10 +57,10 @@ JoinPlace find_join(const Environment& environment) {
   JoinPlace place;
   const auto own_job = environment(job_of_process).value_or("");
   const auto address = environment(join_variable);
-  place.number = number_in(environment, newcomer_variable, own_job);
+  place.number = number_for_job(environment, newcomer_variable, own_job);
   // A world that a rank starts has a store of its own.
   const auto own_store = environment("MASTER_PORT").value_or("");
-  place.min_ranks = number_in(environment, least_variable, own_store + " " + own_job).value_or(0);
+  place.min_ranks = number_for_job(environment, least_variable, own_store + " " + own_job).value_or(0);
   std::string why = fmt::format("{} is not set", join_variable);
   if (address) {
     why = fmt::format("{} is another job's", join_variable);
