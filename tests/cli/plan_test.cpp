@@ -137,7 +137,7 @@ TEST(Plan, BEY11_a_large_model_takes_seconds) {
   const TempFolder folder;
   const auto ended = shoal({"plan", "--model", "gpt", "--size", "gpt2", "--json", folder.file("plan.json")});
   ASSERT_EQ(ended.code, 0) << ended.output;
-  EXPECT_LT(ended.seconds, 15);
+  EXPECT_LT(ended.seconds, 60);
   EXPECT_EQ(read(folder.file("plan.json"))["strategies"].size(), 5U);
 }
 
