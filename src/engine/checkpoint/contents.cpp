@@ -12,6 +12,7 @@
 
 #include "engine/checkpoint/names.h"
 #include "engine/checkpoint/options.h"
+#include "engine/sharded/changed_values.h"
 #include "memory/views.h"
 #include "optim/named_options.h"
 #include "optim/state.h"
@@ -41,9 +42,11 @@ class Collector {
 
   void add(const CheckpointView& view) {
     for (const auto& share : view.shares) {
-      for (const auto& piece : share.pieces) add_piece(share, piece);
+      for (const auto& piece : share.pieces) {
+        add_piece(share, piece, share.everywhere && view.own.contains(piece.name));
+      }
     }
-    for (const auto& slice : view.rest) contents_.slices.push_back(slice);
+    add_frozen(view);
     for (const auto& slice : view.buffers) add_own(slice.name, slice.values, slice.part);
     if (!numbers_.empty()) contents_.rank_state[names::numbers] = std::move(numbers_);
     contents_.global_state[names::trained] = trained_;
@@ -55,35 +58,75 @@ class Collector {
   }
 
  private:
-  void add_piece(const CheckpointView::Share& share, const StatePiece& piece) {
+  // own: each rank has values and state of its own, and rank 0's get the common name, too.
+  void add_piece(const CheckpointView::Share& share, const StatePiece& piece, bool own) {
     if (trained_.empty() || trained_.back() != piece.name) trained_.push_back(piece.name);
     if (piece.parameter.numel() == 0) {
       contents_.slices.push_back(whole_slice(piece.name, piece.parameter.detach()));
       return;
     }
     if (piece.owner != share.rank || !piece.updated.defined()) return;
-    if (peers_) {
+    if (peers_ || own) add_of_rank(piece.name, piece.updated.detach());
+    if (peers_ && !own) {
       add_mean(piece);
-      add_of_rank(piece.name, piece.updated.detach());
-    } else {
+    } else if (!own || group_.rank() == 0) {
       add_slice(piece, piece.name, piece.updated.detach(), "model");
     }
     if (share.local == nullptr) return;
     const auto found = share.local->state().find(piece.updated.unsafeGetTensorImpl());
     if (found == share.local->state().end()) return;
     const auto state = named_state(*found->second);
+    const bool first = own ? group_.rank() == 0 : !peers_ || peers_->rank() == 0;
     for (const auto& [field, tensor] : state.tensors) {
       const auto name = names::state_tensor(piece.name, field);
-      if (peers_ && peers_->rank() > 0) {
-        add_of_rank(name, tensor.detach());
-      } else {
+      if (first) {
         add_slice(piece, name, tensor, names::optimizer_part);
+      } else {
+        add_of_rank(name, tensor.detach());
       }
     }
-    const bool told = share.everywhere && group_.rank() > 0;
+    const bool told = share.everywhere && group_.rank() > 0 && !own && !peers_;
     const bool tells = piece.range.begin == 0 || peers_;
     if (!tells || told) return;
     for (const auto& [field, number] : state.numbers) numbers_[piece.name][field] = json_number(number);
+  }
+
+  void add_frozen(const CheckpointView& view) {
+    std::vector<const NamedSlice*> among_peers;
+    std::vector<const NamedSlice*> among_all;
+    for (const auto& slice : view.rest) {
+      if (slice.values.numel() == 0) {
+        contents_.slices.push_back(slice);
+      } else if (view.frozen_may_differ || view.own.contains(slice.name)) {
+        among_all.push_back(&slice);
+      } else if (peers_) {
+        among_peers.push_back(&slice);
+      } else {
+        contents_.slices.push_back(slice);
+      }
+    }
+    if (peers_) add_where_different(*peers_, among_peers);
+    add_where_different(group_, among_all);
+  }
+
+  // Slices that all of these ranks have; where values differ, the first rank's get the common name.
+  void add_where_different(const Group& among, const std::vector<const NamedSlice*>& slices) {
+    if (slices.empty()) return;
+    std::vector<int64_t> digests;
+    for (const auto* slice : slices) digests.push_back(static_cast<int64_t>(digest_of(slice->values)));
+    const auto count = static_cast<int64_t>(digests.size());
+    auto all = at::empty({among.size() * count}, at::kLong);
+    among.all_gather(all, at::tensor(digests, at::kLong), {-1, -1, "digests of frozen parameters"}).wait();
+    const auto rows = all.view({among.size(), count});
+    const auto differs = rows.ne(rows[0]).any(0);
+    for (int64_t i = 0; i < count; ++i) {
+      const auto& slice = *slices[static_cast<size_t>(i)];
+      if (among.rank() > 0 && differs[i].item<bool>()) {
+        add_of_rank(slice.name, slice.values);
+      } else {
+        contents_.slices.push_back(slice);
+      }
+    }
   }
 
   void add_slice(const StatePiece& piece, std::string name, const at::Tensor& values, const char* part) {

@@ -16,7 +16,7 @@ struct Companions {
 };
 
 // This rank's part of the checkpoint. Its tensors are the training's own, so that a save has to copy them or end before
-// they change. Collective for strategies whose ranks have parameters of their own.
+// they change. Collective for trainings whose ranks may have values of their own.
 CheckpointContents contents_of(CheckpointSource& source, const Group& group, const Companions& companions,
                                const SaveOptions& options);
 

@@ -97,9 +97,14 @@ void TrainingLoader::find_states(std::optional<int> peer) {
     state.rank = rank;
     state.fields.emplace_back(rest.substr(dot + 1));
   }
-  if (exact_ && peer) {
-    states_ = std::move(found[*peer == 0 ? common : rank_]);
-    return;
+  std::map<std::string, StoredState> own;
+  for (const auto& share : view_.shares) {
+    for (const auto& piece : share.pieces) {
+      if (!is_own(piece.name, diverges_) || !own_.insert(piece.name).second) continue;
+      const bool first = view_.own.contains(piece.name) || !peer ? rank_ == 0 : *peer == 0;
+      auto& states = found[first ? common : rank_];
+      if (const auto state = states.find(piece.name); state != states.end()) own.insert(*state);
+    }
   }
   const auto whole = [&](const std::string& parameter, const StoredState& state) {
     return tensors.contains(parameter) &&
@@ -112,6 +117,30 @@ void TrainingLoader::find_states(std::optional<int> peer) {
     for (auto& [parameter, state] : states) {
       if (rank == common || whole(parameter, state)) states_.try_emplace(parameter, std::move(state));
     }
+  }
+  for (const auto& name : own_) states_.erase(name);
+  states_.merge(own);
+}
+
+// Lists what ranks had values of their own of there, or have here, where the other side has one value for all.
+void TrainingLoader::note_common() {
+  if (!exact_) return;
+  std::vector<std::string> common;
+  std::vector<std::string> missing;
+  for (const auto& share : view_.shares) {
+    for (const auto& piece : share.pieces) {
+      if (own_.contains(piece.name) || piece.parameter.numel() == 0) continue;
+      if (reader_.has(names::of_rank(rank_, piece.name), names::ranks_part)) common.push_back(piece.name);
+      if (share.everywhere && view_.own.contains(piece.name)) missing.push_back(piece.name);
+    }
+  }
+  if (!common.empty()) {
+    differences_.push_back(fmt::format(
+        "each rank had values of its own in the checkpoint, here all ranks begin with the same: {}", listed(common)));
+  }
+  if (!missing.empty() && ranks_ > 1) {
+    differences_.push_back(fmt::format(
+        "the checkpoint has the same values for all ranks, here each rank has its own: {}", listed(missing)));
   }
 }
 
@@ -171,9 +200,13 @@ void TrainingLoader::check() const {
   if (!model_only()) check_trained();
 }
 
-std::string TrainingLoader::own_name(const std::string& name) const {
-  const auto own = names::of_rank(rank_, name);
-  return exact_ && !model_only() && reader_.has(own, names::ranks_part) ? own : name;
+bool TrainingLoader::is_own(const std::string& name, bool differ) const {
+  const bool ignored = view_.own.contains(name) && reader_.index().world_size == ranks_;
+  return (ignored || (exact_ && differ)) && reader_.has(names::of_rank(rank_, name), names::ranks_part);
+}
+
+std::string TrainingLoader::own_name(const std::string& name, bool differ) const {
+  return is_own(name, differ) ? names::of_rank(rank_, name) : name;
 }
 
 void TrainingLoader::read(const std::string& name, const Range& range, const at::Tensor& destination,
@@ -191,7 +224,7 @@ at::Tensor TrainingLoader::read_field(const StatePiece& piece, const StoredState
                                       const std::string& field) const {
   const auto common = names::state_tensor(piece.name, field);
   const auto name = state.rank ? names::of_rank(*state.rank, common) : common;
-  const bool own_piece = state.rank && exact_;
+  const bool own_piece = state.rank && own_.contains(piece.name);
   const auto& stored = reader_.tensor(name);
   const bool follows = stored.dtype == reader_.tensor(piece.name).dtype;
   const auto options =
@@ -227,7 +260,7 @@ std::map<std::string, double> TrainingLoader::numbers_of(const std::string& para
       return numbers;
     };
     const auto& ranks = reader_.index().rank_states;
-    if (exact_ && diverges_) return find(ranks.at(rank_));
+    if (own_.contains(parameter)) return find(ranks.at(rank_));
     const auto state = states_.find(parameter);
     if (state != states_.end() && state->second.rank) return find(ranks.at(static_cast<size_t>(*state->second.rank)));
     for (const auto& one : ranks) {
@@ -262,11 +295,13 @@ void TrainingLoader::read_optimizers() {
 
 void TrainingLoader::read_model() const {
   const UnwatchedOperators own;  // each rank writes what it owns
-  const auto has = [&](const std::string& name) { return !options_.partial || reader_.has(name, "model"); };
+  const auto has = [&](const std::string& name) {
+    return !kept_.contains(name) && (!options_.partial || reader_.has(name, "model"));
+  };
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
       if (piece.owner != share.rank || !piece.updated.defined() || !has(piece.name)) continue;
-      const auto name = own_name(piece.name);
+      const auto name = own_name(piece.name, diverges_);
       const auto values = piece.updated.detach();
       if (piece.whole() || name != piece.name) {
         read_whole(name, values);
@@ -275,11 +310,16 @@ void TrainingLoader::read_model() const {
       }
     }
   }
-  for (const auto* list : {&view_.rest, &view_.buffers}) {
-    for (const auto& slice : *list) {
-      if (has(slice.name)) read(own_name(slice.name), slice.range, slice.values, slice.order);
+  const auto read_slice = [&](const NamedSlice& slice, bool differ) {
+    if (!has(slice.name)) return;
+    if (!is_own(slice.name, differ)) {
+      read(slice.name, slice.range, slice.values, slice.order);
+    } else if (slice.values.numel() > 0) {
+      read_whole(names::of_rank(rank_, slice.name), slice.values);
     }
-  }
+  };
+  for (const auto& slice : view_.rest) read_slice(slice, diverges_ || view_.frozen_may_differ);
+  for (const auto& slice : view_.buffers) read_slice(slice, true);
 }
 
 const Json* TrainingLoader::shared_entry(const char* name) const {
@@ -388,6 +428,7 @@ void TrainingLoader::restore_random_numbers() const {
 
 void TrainingLoader::finish(const Companions& companions) {
   if (model_only()) return;
+  note_common();
   for (auto& [place, state] : fresh_) {
     auto& states = place.first->state();
     if (state) {

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +23,8 @@ class TrainingLoader {
   TrainingLoader(const SliceReader& reader, CheckpointView view, std::optional<int> peer, const Group& group,
                  bool exact, const LoadOptions& options);
 
+  // Leaves this rank's values of these tensors as they are; call it before the others.
+  void keep(std::set<std::string> names) { kept_ = std::move(names); }
   // UsageError if the checkpoint does not fit.
   void check() const;
   // Reads optimizer state into new memory; UsageError for the state of another kind of optimizer.
@@ -37,8 +40,11 @@ class TrainingLoader {
   using FreshState = std::unique_ptr<torch::optim::OptimizerParamState>;
 
   bool model_only() const { return options_.partial || options_.model_only; }
-  // The name of this rank's own tensor if the checkpoint has one; else the common name.
-  std::string own_name(const std::string& name) const;
+  // Whether this rank loads values that the checkpoint has of this rank alone. differ: ranks of this training may have
+  // values of their own.
+  bool is_own(const std::string& name, bool differ) const;
+  // The name of this rank's own tensor in that case; else the common name.
+  std::string own_name(const std::string& name, bool differ) const;
   void read(const std::string& name, const Range& range, const at::Tensor& destination,
             const std::vector<int64_t>& order) const;
   void read_whole(const std::string& name, const at::Tensor& destination) const;
@@ -48,6 +54,7 @@ class TrainingLoader {
     std::vector<std::string> fields{};
   };
   void find_states(std::optional<int> peer);
+  void note_common();
   void check_trained() const;
   at::Tensor read_field(const StatePiece& piece, const StoredState& stored, const std::string& field) const;
   NamedState read_state(const StatePiece& piece) const;
@@ -68,6 +75,8 @@ class TrainingLoader {
   bool exact_;
   LoadOptions options_;
   std::map<std::string, StoredState> states_;  // by parameter
+  std::set<std::string> own_;                  // parameters of which this rank loads values and state of its own
+  std::set<std::string> kept_;
   std::vector<std::pair<std::pair<torch::optim::Optimizer*, void*>, FreshState>> fresh_;
   std::optional<OptionsLoader> param_groups_;
   std::vector<std::string> differences_;

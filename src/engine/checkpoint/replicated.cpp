@@ -4,6 +4,7 @@
 #include "engine/checkpoint/source.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "shoal/error.h"
+#include "shoal/hooks.h"
 
 namespace shoal {
 namespace {
@@ -44,6 +45,16 @@ class WrappedSource : public ReplicatedSource {
 
   // The wrapper's present one, which changes in an elastic job.
   Group group() override { return parallel_.group(); }
+  // After post-local SGD has begun, groups of ranks train parameters of their own between two averages.
+  std::optional<Group> peers() override {
+    const bool local = dynamic_cast<const PostLocalSgdHook*>(reducer_of(parallel_).reduction().hook()) != nullptr;
+    return local ? std::optional(group()) : std::nullopt;
+  }
+  CheckpointView view() override {
+    auto view = ReplicatedSource::view();
+    add_ignored(view, *parallel_.module(), tensors_of(parallel_));
+    return view;
+  }
   CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
   void end_load(const CarriedStates& past) override { resume_from(group(), {&reducer_of(parallel_)}, past.own); }
 

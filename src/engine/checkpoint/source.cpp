@@ -6,7 +6,6 @@
 
 #include <set>
 
-#include "module/walk.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -31,6 +30,24 @@ void require_parameters_of(const torch::nn::Module& module, const torch::optim::
   }
 }
 
+void add_ignored(CheckpointView& view, const torch::nn::Module& module, const ModuleTensors& wrapped,
+                 const std::string& prefix) {
+  std::set<std::string> theirs;
+  for (const auto& share : view.shares) {
+    if (share.everywhere) continue;
+    for (const auto& piece : share.pieces) theirs.insert(piece.name);
+  }
+  for (const auto* list : {&wrapped.parameters, &wrapped.buffers}) {
+    for (const auto& entry : *list) theirs.insert(prefix + entry.name);
+  }
+  const auto all = walk(module, {});
+  for (const auto* list : {&all.parameters, &all.buffers}) {
+    for (const auto& entry : *list) {
+      if (!theirs.contains(prefix + entry.name)) view.own.insert(prefix + entry.name);
+    }
+  }
+}
+
 void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix) {
   std::set<const c10::TensorImpl*> known;
   for (const auto& share : view.shares) {
@@ -44,7 +61,7 @@ void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::
   }
   for (const auto& entry : tensors.parameters) {
     if (known.contains(entry.tensor.unsafeGetTensorImpl())) continue;
-    // Frozen parameters are equal on all ranks; those that something else trains may differ.
+    // A save compares frozen parameters where ranks may differ; those that something else trains are each rank's own.
     auto& list = entry.tensor.requires_grad() ? view.buffers : view.rest;
     list.push_back(whole_slice(prefix + entry.name, entry.tensor.detach()));
   }

@@ -5,11 +5,13 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "checkpoint/format/named_slice.h"
 #include "engine/sharded/sharded_state.h"
+#include "module/walk.h"
 #include "shoal/checkpoint.h"
 
 namespace shoal {
@@ -24,7 +26,11 @@ struct CheckpointView {
     bool everywhere = false;           // every rank owns all pieces
   };
   std::vector<Share> shares;
-  std::vector<NamedSlice> rest;          // of frozen parameters
+  std::vector<NamedSlice> rest;    // of frozen parameters
+  bool frozen_may_differ = false;  // between ranks; a save compares them
+  // Parameters and buffers of which each rank has values of its own, as those that a wrapper ignores; other numbers of
+  // ranks load rank 0's. Of a share only where it is `everywhere`.
+  std::set<std::string> own{};
   std::vector<std::string> transient{};  // buffers that are no part of the state; a checkpoint may have them
   std::map<std::string, std::vector<std::string>> aliases{};  // further names of tied tensors, by the first one
   std::vector<NamedSlice> buffers;  // and buffer-like tensors, one set per rank; other numbers of ranks load rank 0's
@@ -51,8 +57,8 @@ class CheckpointSource {
   // The ranks that save and load. Collective.
   virtual Group group() = 0;
   virtual CheckpointView view() = 0;
-  // Ranks that have the same pieces with values of their own; other strategies load their mean. None: equal pieces have
-  // equal values.
+  // Ranks that have the same pieces with values of their own; other strategies load their mean. Frozen parameters may
+  // differ, too. None: equal pieces have equal values.
   virtual std::optional<Group> peers() { return std::nullopt; }
 
   // Throws UsageError within a scope that shows other values than the training's and ends with those: a load would be
@@ -70,6 +76,10 @@ class CheckpointSource {
 
 // UsageError for an optimizer of which some parameters are none of the module's, by whose names they are saved.
 void require_parameters_of(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer);
+
+// Adds to `own` what a wrapper ignores: `wrapped` are the others of the module's tensors.
+void add_ignored(CheckpointView& view, const torch::nn::Module& module, const ModuleTensors& wrapped,
+                 const std::string& prefix = "");
 
 // Adds a module's buffers, the parameters that are in no share, and aliases; `prefix` begins their names.
 void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix = "");

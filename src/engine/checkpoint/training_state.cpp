@@ -114,7 +114,7 @@ void save_async(const std::filesystem::path& run, TrainingState& training, const
 }
 
 Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Companions& companions,
-                 const LoadOptions& options, const Together& together) {
+                 const LoadOptions& options, const Together& together, const std::set<std::string>& kept) {
   const torch::NoGradGuard no_grad;
   const auto group = source.group();
   const auto& index = reader.index();
@@ -141,6 +141,7 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
   });
   source.begin_load(past);
   TrainingLoader loader(reader, source.view(), peer, group, loaded.exact, options);
+  loader.keep(kept);
   together([&] { loader.read_optimizers(); });
   together([&] {
     loader.read_model();

@@ -5,6 +5,8 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
+#include <string>
 
 #include "checkpoint/loading/slice_reader.h"
 #include "checkpoint/saving/saver.h"
@@ -32,8 +34,8 @@ struct TrainingState::State {
 // Runs work, which does not communicate except by reading, on every rank; if it throws on some of them, throws on all.
 using Together = std::function<void(const std::function<void()>& work)>;
 
-// path of the result: empty. Collective over source.group(); errors as for load() of shoal/checkpoint.h.
+// path of the result: empty. kept: tensors of which this rank keeps its values. Collective over source.group(); errors as for load() of shoal/checkpoint.h.
 Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Companions& companions,
-                 const LoadOptions& options, const Together& together);
+                 const LoadOptions& options, const Together& together, const std::set<std::string>& kept = {});
 
 }  // namespace shoal

@@ -2,6 +2,8 @@
 
 #include <torch/utils.h>
 
+#include <algorithm>
+
 #include "engine/checkpoint/names.h"
 #include "strategy/fsdp/source.h"
 
@@ -61,9 +63,14 @@ void FullyShardedSource::end_load(const CarriedStates& past) {
   for (const auto& frozen : shards_.frozen) frozen.gather->wait(label);
 }
 
-// Frozen parameters are sharded, too; ignored ones are whole on every rank.
+// Frozen parameters are sharded, too; ignored ones are whole on every rank, which may have its own values.
 void FullyShardedSource::add_others(CheckpointView& view) {
   add_rest(view, *parallel_.module());
+  for (const auto* list : {&view.rest, &view.buffers}) {
+    for (const auto& slice : *list) {
+      if (is_ignored(slice.name)) view.own.insert(slice.name);
+    }
+  }
   give_buffers_their_dtypes(view);
   std::erase_if(view.rest, [&](const NamedSlice& slice) { return is_sharded_here(slice.name); });
   for (const auto& frozen : shards_.frozen) {
@@ -89,6 +96,14 @@ void FullyShardedSource::give_buffers_their_dtypes(CheckpointView& view) {
       converted_.emplace_back(buffer, slice.values);
     }
   }
+}
+
+bool FullyShardedSource::is_ignored(const std::string& name) const {
+  const auto& options = shards_.options;
+  const auto within = [&](const std::string& module) { return name.starts_with(module + '.'); };
+  const auto& names = options.ignored_parameters;
+  return std::find(names.begin(), names.end(), name) != names.end() ||
+         std::any_of(options.ignored_modules.begin(), options.ignored_modules.end(), within);
 }
 
 bool FullyShardedSource::is_sharded_here(const std::string& name) const {

@@ -20,6 +20,7 @@ class FullyShardedSource : public ShardedSource {
  private:
   void add_others(CheckpointView& view) override;
   void give_buffers_their_dtypes(CheckpointView& view);
+  bool is_ignored(const std::string& name) const;
   bool is_sharded_here(const std::string& name) const;
 
   FullyShardedCore& parallel_;

@@ -2,9 +2,12 @@
 
 #include <torch/utils.h>
 
+#include <algorithm>
+
 #include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
 #include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/logging.h"
 #include "shoal/zero.h"
 #include "strategy/zero/oss_state.h"
 
@@ -18,17 +21,25 @@ class OSSSource : public CheckpointSource {
         parallel_(parallel),
         module_(parallel.module()),
         optimizer_(optimizer),
-        state_(state) {}
+        state_(state) {
+    const auto settings = parallel.logging_data().settings;
+    frozen_may_differ_ = std::any_of(settings.begin(), settings.end(), [](const auto& setting) {
+      return setting == std::pair<std::string, std::string>("sync_models_at_startup", yes_or_no(false));
+    });
+  }
 
   std::string strategy() const override { return strategy_; }
   // The wrapper's: several groups of ranks may each share the state.
   Group group() override { return reducer_of(parallel_).group(); }
   CheckpointView view() override {
     state_.require_known(optimizer_);
+    require_parameters_of(*module_, optimizer_);
     CheckpointView view;
     view.shares.push_back(
         {.pieces = state_.pieces(*module_), .rank = state_.group.rank(), .local = state_.local.get()});
     view.optimizers = {&optimizer_};
+    view.frozen_may_differ = frozen_may_differ_;
+    add_ignored(view, *module_, tensors_of(parallel_));
     add_rest(view, *module_);
     return view;
   }
@@ -49,6 +60,7 @@ class OSSSource : public CheckpointSource {
   std::shared_ptr<torch::nn::Module> module_;
   OSSCore& optimizer_;
   OSSCore::State& state_;
+  bool frozen_may_differ_;  // they keep each rank's values without sync_models_at_startup
 };
 
 }  // namespace
