@@ -6,12 +6,16 @@
 
 #include <chrono>
 #include <exception>
+#include <set>
+#include <string>
+#include <vector>
 
 #include "checkpoint/loading/memory_source.h"
 #include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/training_state.h"
 #include "engine/gradients/backward_tracker.h"
 #include "engine/wrapper/logging.h"
+#include "module/walk.h"
 #include "optim/named_options.h"
 #include "shoal/deferred_init.h"
 #include "training/parts.h"
@@ -210,7 +214,27 @@ class Change {
       on_all_ranks(parts.group, replan_subject, [&] { source_->together(work); });
     };
     result_.differences =
-        load_from(SliceReader(source_), *loading.source, loading.companions, LoadOptions(), together).differences;
+        load_from(SliceReader(source_), *loading.source, loading.companions, LoadOptions(), together, kept())
+            .differences;
+  }
+
+  // What neither training touches stays as it is; ranks that come new take the others'.
+  std::set<std::string> kept() const {
+    std::set<std::string> names;
+    if (!from_) return names;
+    const auto names_of = [&](const std::vector<std::string>& ignored) {
+      std::set<std::string> list;
+      const auto tensors = walk(*module_, ignored);
+      for (const auto& entry : tensors.parameters) list.insert(entry.name);
+      for (const auto& entry : tensors.buffers) list.insert(entry.name);
+      return list;
+    };
+    const auto before = names_of(from_->options.ignored);
+    const auto after = names_of(to_->options.ignored);
+    for (const auto& name : names_of({})) {
+      if (!before.contains(name) && !after.contains(name)) names.insert(name);
+    }
+    return names;
   }
 
   // Continues the training as it was. If that fails, too, its error is thrown, and the training is lost.
