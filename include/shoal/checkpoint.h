@@ -63,6 +63,9 @@ decltype(auto) without_holder(Part& part) {
 // (DecentralizedDataParallel), (LocalUpdates), (FullyShardedDataParallel, ShardGossipOptimizer, group of all ranks of
 // all hosts), and (module, optimizer, group) if all ranks hold the same values, for example in a group of one rank.
 // They must outlive the object. Not collective. Not thread-safe.
+//
+// It has the state of this optimizer alone. With several OSS under one ShardedDataParallel, or an optimizer each for
+// parts of a model, make a TrainingState for each, and save each to a folder of its own.
 class TrainingState {
  public:
   template <class... Parts>
@@ -145,7 +148,8 @@ struct Loaded {
 // are converted to the dtype of their destination. Param groups get the options that their parameters had, even if the
 // groups were different; exceptions, and options that LoadOptions exclude, are listed in `differences` (with a warning,
 // unless they were excluded). The state of random number generators, and buffers that differ between ranks, are
-// restored if the number of ranks is the same; otherwise buffers are rank 0's, and the generators are unchanged.
+// restored if the number of ranks is the same; otherwise buffers are rank 0's, and the generators are unchanged. So are
+// parameters that a wrapper ignores, and frozen ones that differ between ranks (docs/checkpoints.md).
 // Gradients stay; where ranks hold shards, those from before the load have to be dropped with zero_grad(). Collective.
 //
 // Throws on every rank: UsageError, which names the tensors, for tensors that are missing, unexpected or of another

@@ -280,7 +280,8 @@ class PostLocalSgdHook : public CommunicationHook {
 };
 
 // Averages parameters over ranks every `period` steps: after steps warmup_steps, warmup_steps + period, ..., counted
-// from 0. The first average therefore follows the first step after the warm-up, as in PyTorch.
+// from 0. The first average therefore follows the first step after the warm-up, as in PyTorch. Checkpoints do not have
+// the count: docs/checkpoints.md says with which warm-up a new averager goes on.
 class PeriodicModelAverager {
  public:
   // warmup_steps: steps before the first average, usually the hook's start_iteration. Throws UsageError for period < 1

@@ -71,7 +71,8 @@ class OSSCore : public ShardedOptimizerBase {
   // ranks add different groups; nothing changes on any rank then. Collective.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) override;
 
-  // As those of ShardedOptimizerCore; names of parameters come from the module.
+  // As those of ShardedOptimizerCore; names of parameters come from the module. Where the optimizer trains several
+  // modules, call them for each.
   OptimizerState state_dict(const torch::nn::Module& module, std::optional<int> recipient = std::nullopt) const;
   void load_state_dict(const torch::nn::Module& module, const OptimizerState& state);
 

@@ -12,7 +12,7 @@
 namespace shoal {
 
 // State by parameter name (the first name of a tied parameter). Every trainable parameter of the optimizer has an
-// entry, which is empty if it was never updated. Tensors that follow the parameter (moments) have its shape. Sharded
+// entry, which is empty if it was never updated; with a module as source of the names, every one that is the module's. Tensors that follow the parameter (moments) have its shape. Sharded
 // strategies with 16-bit parameters store the float32 copy as "main_param".
 //
 // An optimizer with a loss scaler stores it under grad_scaler_key: numbers "scale", "good_steps", "hysteresis_left".
@@ -27,7 +27,8 @@ inline constexpr const char* grad_scaler_key = ".grad_scaler";  // parameter nam
 // as in PyTorch's load_state_dict(); kept: that of the loaded tensor.
 enum class StateDtypes { of_parameters, kept };
 
-// State of an optimizer that is not sharded: a copy, and its inverse. `module`: source of the parameter names.
+// State of an optimizer that is not sharded: a copy, and its inverse. `module`: source of the parameter names; where
+// the optimizer trains several modules, call them for each.
 // load_optimizer_state throws UsageError, which names the parameter, for entries that are missing, extra or of another
 // shape; nothing changes then.
 OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
