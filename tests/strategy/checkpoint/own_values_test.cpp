@@ -6,12 +6,16 @@
 
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"
+#include "shoal/fsdp.h"
 #include "shoal/hooks.h"
+#include "shoal/optim.h"
+#include "shoal/shard_gossip.h"
 #include "shoal/training.h"
 #include "shoal/zero.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
 #include "tests/support/shared_folder.h"
+#include "tests/support/variants.h"
 #include "tests/support/world.h"
 
 namespace shoal::test::own_values_test {
@@ -244,6 +248,32 @@ TEST(OwnValues, BEY05_post_local_sgd_begins_with_the_checkpoint_of_a_training_wi
     EXPECT_EQ(after.at(name).numbers, entry.numbers) << name;
     EXPECT_TRUE(at::equal(after.at(name).tensors.at("exp_avg"), entry.tensors.at("exp_avg"))) << name;
   }
+}
+
+// Hosts of two ranks (of one, where their number is odd), each of which shards frozen values of its own.
+TEST(OwnValues, BEY05_frozen_parameters_that_differ_between_hosts_come_back_on_each) {
+  const SharedFolder folder;
+  const int ranks = ranks_per_model(group());
+  const auto hosts = host_groups(group(), ranks);
+  const auto with = [&](double value, const auto& use) {
+    const auto model = std::make_shared<NetImpl>(0);
+    FullyShardedDataParallel<NetImpl> parallel(model, hosts.inside);
+    ShardGossipOptimizer<FusedAdamW> optimizer(parallel, hosts.across, AdamWOptions(1e-2));
+    TrainingState state(parallel, optimizer, group());
+    {
+      const auto whole = parallel.summon_full_params();
+      const torch::NoGradGuard no_grad;
+      model->teacher.fill_(value);
+    }
+    use(parallel, state);
+  };
+  const auto own = 1.0 + group().rank() / ranks;
+  with(own, [&](auto&, TrainingState& state) { save(folder / "run", state, {.step = 1}); });
+  with(0, [&](auto& parallel, TrainingState& state) {
+    EXPECT_TRUE(load(folder / "run", state).exact);
+    const auto teacher = parallel.full_state_dict().at("teacher");
+    EXPECT_TRUE(at::equal(teacher, at::full_like(teacher, own))) << teacher;
+  });
 }
 
 TEST(OwnValues, BEY05_a_parameter_of_OSS_that_the_module_lacks_is_refused) {
