@@ -165,6 +165,16 @@ void remove_leftovers(const fs::path& root) {
   for (const auto& path : leftovers) remove_tree(path);
 }
 
+void require_replaceable(const fs::path& root, int64_t step) {
+  const auto path = root / step_name(step);
+  std::error_code error;
+  if (!fs::exists(path, error) || fs::exists(path / index_name, error)) return;
+  throw CheckpointError(
+      fmt::format("{} is there already and is no checkpoint of shoal (it has no {}): move it away, or save to another "
+                  "folder",
+                  path.string(), index_name));
+}
+
 fs::path make_unfinished(const fs::path& root, int64_t step) {
   auto path = root / fmt::format("{}{}{}{}", unfinished_prefix, step, unfinished_mark, random_digits());
   std::error_code error;

@@ -43,6 +43,8 @@ class FolderLock {
 
 // Removes what dead jobs have left behind.
 void remove_leftovers(const std::filesystem::path& root);
+// CheckpointError if something that is no checkpoint has the step's name: publish() would remove it.
+void require_replaceable(const std::filesystem::path& root, int64_t step);
 // Creates a new folder in which step `step` is prepared.
 std::filesystem::path make_unfinished(const std::filesystem::path& root, int64_t step);
 // Renames a finished folder to its final name, atomically and durably; replaces an older checkpoint of the same step.

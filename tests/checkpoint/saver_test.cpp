@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <random>
 
 #include "checkpoint/folder.h"
@@ -158,6 +159,28 @@ TEST(Saver, BEY06_a_snapshot_holds_what_was_there_when_the_call_returned) {
       group().barrier().wait();
     }
   }
+}
+
+TEST(Saver, BEY06_what_is_no_checkpoint_is_never_replaced_by_one) {
+  const SharedFolder folder;
+  const auto wholes = test::random_wholes(1);
+  if (group().rank() == 0) {
+    fs::create_directories(folder / "run/step-7");
+    std::ofstream(folder / "run/step-7/mine.txt") << "mine";
+    std::ofstream(folder / "run/step-8") << "mine";
+  }
+  group().barrier().wait();
+  CheckpointSaver saver(group(), folder / "run");
+  for (const int64_t step : {7, 8}) {
+    const auto name = fmt::format("step-{}", step);
+    EXPECT_THAT(test::refusal<CheckpointError>([&] { saver.save(contents_of(step, test::whole_slices(wholes))); }),
+                HasSubstr(name + " is there already and is no checkpoint"));
+  }
+  group().barrier().wait();
+  EXPECT_TRUE(fs::exists(folder / "run/step-7/mine.txt"));
+  EXPECT_EQ(fs::file_size(folder / "run/step-8"), 4U);
+  saver.save(contents_of(9, test::whole_slices(wholes)));
+  expect_equal(CheckpointReader(folder / "run"), wholes);
 }
 
 TEST(Saver, BEY06_old_checkpoints_go_and_latest_follows) {

@@ -58,6 +58,7 @@ void SaveJob::open_folder() {
     if (group_.rank() != 0) return;
     lock_ = std::make_unique<FolderLock>(root_);
     remove_leftovers(root_);
+    require_replaceable(root_, step_);
     unfinished_ = make_unfinished(root_, step_);
     name = unfinished_.filename().string();
   });
