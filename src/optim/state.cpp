@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <deque>
 #include <mutex>
+#include <type_traits>
 #include <typeinfo>
 
 #include "shoal/error.h"
@@ -59,7 +60,10 @@ std::deque<detail::StateKind> built_in() {
         field("step", state.step());
         field("exp_avg", state.exp_avg());
         field("exp_avg_sq", state.exp_avg_sq());
-        field("accum_grad", state.accum_grad());
+        field.optional("accum_grad", state.accum_grad());
+        if constexpr (!std::is_const_v<std::remove_reference_t<decltype(state)>>) {  // Adam's state has none
+          if (!state.accum_grad().defined()) state.accum_grad(at::zeros_like(state.exp_avg()));
+        }
       }),
       state_kind<Muon, MuonParamState>(
           [](auto& state, auto& field) { field("momentum_buffer", state.momentum_buffer()); }),
@@ -145,6 +149,37 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim
   const auto type = c10::demangle(typeid(of).name());
   const auto& kind = find_kind(type, [&](const detail::StateKind& candidate) { return candidate.is_kept_by(of); });
   return kind.make(named, type);
+}
+
+void complete_states(torch::optim::Optimizer& of) {
+  if (dynamic_cast<const torch::optim::RMSprop*>(&of) == nullptr) return;
+  for (const auto& group : of.param_groups()) {
+    const auto& options = static_cast<const torch::optim::RMSpropOptions&>(group.options());
+    for (const auto& parameter : group.params()) {
+      const auto found = of.state().find(parameter.unsafeGetTensorImpl());
+      if (found == of.state().end()) continue;
+      auto& state = static_cast<torch::optim::RMSpropParamState&>(*found->second);
+      const auto zeros = [&] { return at::zeros_like(state.square_avg()); };
+      if (options.momentum() > 0 && !state.momentum_buffer().defined()) state.momentum_buffer(zeros());
+      if (options.centered() && !state.grad_avg().defined()) state.grad_avg(zeros());
+    }
+  }
+}
+
+void reset_state(torch::optim::Optimizer& of, void* parameter) {
+  of.state().erase(parameter);
+  if (dynamic_cast<const torch::optim::Adagrad*>(&of) == nullptr) return;
+  for (const auto& group : of.param_groups()) {
+    for (const auto& one : group.params()) {
+      if (one.unsafeGetTensorImpl() != parameter) continue;
+      const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
+      auto state = std::make_unique<torch::optim::AdagradParamState>();
+      state->step(0);
+      state->sum(at::full_like(one.detach(), options.initial_accumulator_value()));
+      of.state()[parameter] = std::move(state);
+      return;
+    }
+  }
 }
 
 }  // namespace shoal

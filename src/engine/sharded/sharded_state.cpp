@@ -214,7 +214,7 @@ void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::O
     if (entry) {
       local.state()[key] = std::move(entry);
     } else {
-      local.state().erase(key);
+      reset_state(local, key);
     }
   }
   for (const auto& [piece, main] : mains) at::Tensor(piece->updated).copy_(main);
