@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 
@@ -45,6 +46,43 @@ at::Tensor adopted(const at::Tensor& from, at::ScalarType dtype, const Fragment:
   return copy.copy_(from);
 }
 
+// Of all pieces, in memory of their own. UsageError if `whole` is not the state of such a training.
+std::map<std::string, Entry> entries_of(const LocalUpdates::State& state, const OptimizerState& whole, bool in_flight) {
+  const bool slow = std::holds_alternative<SlowMo>(state.options.outer);
+  std::map<std::string, Entry> entries;
+  std::optional<int64_t> loaded;
+  for (const auto& fragment : state.fragments) {
+    for (const auto& piece : fragment.pieces()) {
+      const auto found = whole.find(piece.name);
+      if (found == whole.end()) {
+        throw UsageError(fmt::format("LocalUpdates: the state has no entry for parameter {}", piece.name));
+      }
+      const auto number = found->second.numbers.find("step");
+      if (number != found->second.numbers.end() && !loaded) loaded = static_cast<int64_t>(number->second);
+      auto& entry = entries[piece.name];
+      entry.passed = found->second.numbers.contains("passed");
+      detail::StateWriter writer(found->second, "parameter " + piece.name + " of LocalUpdates with these options");
+      const bool under_way = in_flight && fragment.under_way(loaded.value_or(0) - state.options.warmup_steps);
+      visit(entry, piece, under_way, slow && (under_way || !in_flight), writer);
+      writer.finish();
+      if (entry.steps != *loaded || *loaded < 0) {
+        throw UsageError(fmt::format("LocalUpdates: the state of parameter {} is from step {}, others from step {}",
+                                     piece.name, entry.steps, *loaded));
+      }
+      const auto outer = widened(piece.parameter.scalar_type());
+      entry.anchor = adopted(entry.anchor, outer, piece, "anchor");
+      entry.momentum = adopted(entry.momentum, outer, piece, "momentum_buffer");
+      entry.in_flight = adopted(entry.in_flight, state.options.reduce_dtype.value_or(outer), piece, "in_flight");
+    }
+  }
+  for (const auto& [name, entry] : whole) {
+    if (entries.count(name) > 0) continue;
+    throw UsageError(
+        fmt::format("LocalUpdates: the state has an entry for {}, which is not a trainable parameter", name));
+  }
+  return entries;
+}
+
 }  // namespace
 
 OptimizerState LocalUpdates::State::named_state(bool in_flight) {
@@ -80,6 +118,45 @@ void LocalUpdates::State::start_afresh() {
   note();
 }
 
+void LocalUpdates::State::check(const OptimizerState& whole, bool in_flight) const {
+  entries_of(*this, whole, in_flight);
+}
+
+void LocalUpdates::State::complete(OptimizerState& whole) const {
+  std::vector<const Fragment::Piece*> lacking;
+  std::vector<at::Tensor> values;
+  for (const auto& fragment : fragments) {
+    for (const auto& piece : fragment.pieces()) {
+      if (whole.contains(piece.name)) continue;
+      lacking.push_back(&piece);
+      values.push_back(piece.parameter);
+    }
+  }
+  if (lacking.empty() || whole.empty()) return;
+  const auto& known = whole.begin()->second.numbers;
+  const auto step = known.find("step");
+  if (step == known.end()) return;  // load() refuses it
+  auto mean = mean_of(values, {-1, -1, "parameters that begin"});
+  const bool slow = std::holds_alternative<SlowMo>(options.outer);
+  for (const auto& fragment : fragments) {
+    const bool under_way = fragment.under_way(static_cast<int64_t>(step->second) - options.warmup_steps);
+    for (const auto& piece : fragment.pieces()) {
+      const auto found = std::find(lacking.begin(), lacking.end(), &piece);
+      if (found == lacking.end()) continue;
+      const auto& value = mean.wait()[static_cast<size_t>(found - lacking.begin())];
+      auto& entry = whole[piece.name];
+      entry.numbers["step"] = step->second;
+      if (piece.anchor.defined()) entry.tensors["anchor"] = value;
+      if (piece.momentum.defined()) entry.tensors["momentum_buffer"] = at::zeros_like(value);
+      if (!under_way) continue;
+      // The exchange in flight does not have it.
+      entry.tensors["in_flight"] = value;
+      entry.numbers["passed"] = 1;
+      if (slow) entry.numbers["rate"] = 0;
+    }
+  }
+}
+
 OptimizerState LocalUpdates::state_dict() {
   const torch::NoGradGuard no_grad;
   auto whole = state_->named_state();
@@ -96,38 +173,7 @@ void LocalUpdates::load_state_dict(const OptimizerState& whole) {
 }
 
 void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
-  const bool slow = std::holds_alternative<SlowMo>(options.outer);
-  std::map<std::string, Entry> entries;
-  std::optional<int64_t> loaded;
-  for (const auto& fragment : fragments) {
-    for (const auto& piece : fragment.pieces()) {
-      const auto found = whole.find(piece.name);
-      if (found == whole.end()) {
-        throw UsageError(fmt::format("LocalUpdates: the state has no entry for parameter {}", piece.name));
-      }
-      const auto number = found->second.numbers.find("step");
-      if (number != found->second.numbers.end() && !loaded) loaded = static_cast<int64_t>(number->second);
-      auto& entry = entries[piece.name];
-      entry.passed = found->second.numbers.contains("passed");
-      detail::StateWriter writer(found->second, "parameter " + piece.name + " of LocalUpdates with these options");
-      const bool under_way = in_flight && fragment.under_way(loaded.value_or(0) - options.warmup_steps);
-      visit(entry, piece, under_way, slow && (under_way || !in_flight), writer);
-      writer.finish();
-      if (entry.steps != *loaded || *loaded < 0) {
-        throw UsageError(fmt::format("LocalUpdates: the state of parameter {} is from step {}, others from step {}",
-                                     piece.name, entry.steps, *loaded));
-      }
-      const auto outer = widened(piece.parameter.scalar_type());
-      entry.anchor = adopted(entry.anchor, outer, piece, "anchor");
-      entry.momentum = adopted(entry.momentum, outer, piece, "momentum_buffer");
-      entry.in_flight = adopted(entry.in_flight, options.reduce_dtype.value_or(outer), piece, "in_flight");
-    }
-  }
-  for (const auto& [name, entry] : whole) {
-    if (entries.count(name) > 0) continue;
-    throw UsageError(
-        fmt::format("LocalUpdates: the state has an entry for {}, which is not a trainable parameter", name));
-  }
+  const auto entries = entries_of(*this, whole, in_flight);
   for (auto& fragment : fragments) {
     std::vector<at::Tensor> sent;
     for (auto& piece : fragment.pieces()) {
@@ -141,7 +187,7 @@ void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
     if (in_flight) fragment.mean().wait();  // finish the exchange that began before
     fragment.mean() = Mean(std::move(sent));
   }
-  set_steps(*loaded);
+  if (!entries.empty()) set_steps(entries.begin()->second.steps);
   steps_exchanged = steps;
   note();
 }

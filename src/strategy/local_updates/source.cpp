@@ -54,14 +54,24 @@ class LocalUpdatesSource : public CheckpointSource {
   }
 
   void begin_load(const CarriedStates& past) override {
+    const torch::NoGradGuard no_grad;
     CheckpointSource::begin_load(past);
     if (past.common.values.is_null()) return;
-    on_all_ranks(group(), "checkpoint", [&] { updates_.load_state_dict(parsed(past.common)); });
+    OptimizerState whole;
+    on_all_ranks(group(), "checkpoint", [&] { whole = parsed(past.common); });
+    state_.complete(whole);
+    on_all_ranks(group(), "checkpoint", [&] { state_.check(whole, /*in_flight=*/true); });
   }
 
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
-    if (past.common.values.is_null()) state_.start_afresh();
+    if (past.common.values.is_null()) {
+      state_.start_afresh();
+    } else {
+      auto whole = parsed(past.common);
+      state_.complete(whole);  // with the loaded values
+      updates_.load_state_dict(whole);
+    }
     if (state_.reducer) resume_from(group(), {state_.reducer.get()}, past.own);
   }
 

@@ -47,6 +47,11 @@ struct LocalUpdates::State {
   OptimizerState named_state(bool in_flight = true);
   // See load_state_dict().
   void load(const OptimizerState& whole, bool in_flight);
+  // UsageError if load() would refuse it.
+  void check(const OptimizerState& whole, bool in_flight) const;
+  // Adds entries of parameters that begin now, with the mean of their values: they were frozen when `whole` was saved.
+  // Collective if there are any.
+  void complete(OptimizerState& whole) const;
   // Restarts from the parameters' present values, as after construction. Waits for exchanges in flight.
   void start_afresh();
   // Sets the number of steps; creates the reducer in the warm-up, and removes it afterwards.
