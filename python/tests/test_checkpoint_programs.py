@@ -153,8 +153,13 @@ def test_PY07_layers_are_frozen_after_a_resume(tmp_path):
         train(model, optimizer, rank)
         now = [parameter.detach() for parameter in model.parameters()]
         assert torch.equal(now[0], expected[0]) and not torch.equal(now[2], expected[2])
+        model, optimizer = zero1(layers(freeze=True))  # which keeps the state of what is frozen
+        assert shoal.checkpoint.load(tmp_path / "run", shoal.checkpoint.TrainingState(model, optimizer)).differences == []
+        train(model, optimizer, rank)
+        zero = [parameter.detach() for parameter in model.parameters()]
+        torch.testing.assert_close(zero, now)
         with pytest.raises(shoal.UsageError, match="not trained here: 0.bias, 0.weight"):
-            shoal.checkpoint.load(tmp_path / "run", shoal.checkpoint.TrainingState(*zero1(layers(freeze=True))))
+            shoal.checkpoint.load(tmp_path / "run", shoal.checkpoint.TrainingState(*fsdp(layers(freeze=True))))
 
     on_ranks(trains)
 

@@ -250,6 +250,7 @@ CheckpointContents contents_of(CheckpointSource& source, const Group& group, con
                                const SaveOptions& options) {
   const torch::NoGradGuard no_grad;
   CheckpointContents contents{.step = options.step, .strategy = source.strategy(), .slices = {}};
+  source.adopt_changes();
   const auto view = source.view();
   Collector collector(source, group, contents);
   collector.add(view);

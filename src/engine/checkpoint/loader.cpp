@@ -14,6 +14,7 @@
 #include "checkpoint/loading/match.h"
 #include "engine/checkpoint/names.h"
 #include "engine/paging/operator_watch.h"
+#include "engine/sharded/sharded_module.h"
 #include "memory/views.h"
 #include "optim/named_options.h"
 #include "optim/state.h"
@@ -72,6 +73,7 @@ TrainingLoader::TrainingLoader(const SliceReader& reader, CheckpointView view, s
       ranks_(group.size()),
       exact_(exact),
       options_(options) {
+  take_stored_names();
   find_states(peer);
 }
 
@@ -144,34 +146,88 @@ void TrainingLoader::note_common() {
   }
 }
 
-// What is frozen on one of the two sides, and has never been updated, needs no state.
-void TrainingLoader::check_trained() const {
+// A tied tensor may have another of its names there.
+void TrainingLoader::take_stored_names() {
+  std::map<std::string, std::string> stored;
+  for (const auto& [name, aliases] : view_.aliases) {
+    if (reader_.has(name, "model")) continue;
+    const auto alias = std::find_if(aliases.begin(), aliases.end(),
+                                    [this](const std::string& other) { return reader_.has(other, "model"); });
+    if (alias != aliases.end()) stored[name] = *alias;
+  }
+  if (stored.empty()) return;
+  const auto take = [&](std::string& name) {
+    if (const auto found = stored.find(name); found != stored.end()) name = found->second;
+  };
+  for (auto& share : view_.shares) {
+    for (auto& piece : share.pieces) take(piece.name);
+  }
+  for (auto* list : {&view_.rest, &view_.buffers}) {
+    for (auto& slice : *list) take(slice.name);
+  }
+  for (auto& [parameter, name] : view_.names) take(name);
+  for (const auto& [name, alias] : stored) {
+    auto entry = view_.aliases.extract(name);
+    std::replace(entry.mapped().begin(), entry.mapped().end(), alias, name);
+    entry.key() = alias;
+    view_.aliases.insert(std::move(entry));
+  }
+}
+
+std::set<std::string> TrainingLoader::trained_there() const {
   const auto& global = reader_.index().global_state;
   if (!global.contains(names::trained)) {
     throw UsageError(
         fmt::format("{} holds no optimizer state; set model_only to load the model alone", reader_.name()));
   }
-  const auto stored =
-      parsed(reader_, names::trained, [&] { return global[names::trained].get<std::set<std::string>>(); });
-  std::vector<std::string> missing;
-  std::set<std::string> wanted;
+  return parsed(reader_, names::trained, [&] { return global[names::trained].get<std::set<std::string>>(); });
+}
+
+std::set<std::string> TrainingLoader::trained_there_alone() const {
+  if (model_only() || !reader_.index().global_state.contains(names::trained)) return {};
+  auto all = trained_there();
+  for (const auto& share : view_.shares) {
+    for (const auto& piece : share.pieces) all.erase(piece.name);
+  }
+  std::erase_if(all, [this](const auto& name) { return !states_.contains(name) && numbers_of(name).empty(); });
+  return all;
+}
+
+std::vector<std::string> TrainingLoader::trained_here_alone(const std::set<std::string>& there) const {
+  std::vector<std::string> names;
+  std::set<std::string> seen;
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
-      const bool fresh = wanted.insert(piece.name).second;
-      if (fresh && !stored.contains(piece.name) && piece.parameter.requires_grad()) missing.push_back(piece.name);
+      const bool first = seen.insert(piece.name).second;
+      if (first && !there.contains(piece.name) && piece.parameter.requires_grad()) names.push_back(piece.name);
     }
   }
-  std::vector<std::string> extra;
-  for (const auto& name : stored) {
-    if (!wanted.contains(name) && (states_.contains(name) || !numbers_of(name).empty())) extra.push_back(name);
-  }
-  if (missing.empty() && extra.empty()) return;
+  return names;
+}
+
+// What is frozen on one of the two sides, and has never been updated, needs no state. What was frozen there, or had no
+// optimizer, begins without.
+void TrainingLoader::check_trained() const {
+  const auto there = trained_there();
+  const auto missing = trained_here_alone(there);
+  const auto extra = trained_there_alone();
+  const bool common = std::any_of(view_.shares.begin(), view_.shares.end(), [&](const auto& share) {
+    return std::any_of(share.pieces.begin(), share.pieces.end(),
+                       [&](const StatePiece& piece) { return there.contains(piece.name); });
+  });
+  if (extra.empty() && (missing.empty() || common || there.empty())) return;
   std::string text;
   if (!missing.empty()) text = "not trained there: " + listed(missing);
-  if (!extra.empty()) text += (text.empty() ? "" : "; ") + std::string("not trained here: ") + listed(extra);
+  if (!extra.empty()) {
+    text += (text.empty() ? "" : "; ") + std::string("not trained here: ") + listed({extra.begin(), extra.end()});
+  }
+  const auto* thaw = extra.empty() ? ""
+                                   : "make trainable what was trained there (requires_grad, and among the optimizer's "
+                                     "parameters) before this training is constructed, or ";
   throw UsageError(
-      fmt::format("{}: its optimizer state is for other parameters: {}; set model_only to load the model alone",
-                  reader_.name(), text));
+      fmt::format("{}: its optimizer state is for other parameters: {}; {}set model_only to load the "
+                  "model alone",
+                  reader_.name(), text, thaw));
 }
 
 void TrainingLoader::check() const {
@@ -278,17 +334,33 @@ NamedState TrainingLoader::read_state(const StatePiece& piece) const {
   return state;
 }
 
+TrainingLoader::FreshState TrainingLoader::made_state(const torch::optim::Optimizer& of, const std::string& parameter,
+                                                      const NamedState& state) const {
+  try {
+    return make_state(of, state);
+  } catch (const UsageError& error) {
+    throw UsageError(
+        fmt::format("{}: the optimizer state of {}: {}; take the optimizer that the checkpoint was saved with, or "
+                    "set model_only to load the model alone",
+                    reader_.name(), parameter, error.what()));
+  }
+}
+
 void TrainingLoader::read_optimizers() {
   if (model_only()) return;
   read_options();
   if (param_groups_ && !states_.empty()) param_groups_->require_kin();
+  if (const auto fresh = trained_here_alone(trained_there()); !fresh.empty()) {
+    differences_.push_back(
+        fmt::format("{}: not trained in the checkpoint; their optimizer state begins anew", listed(fresh)));
+  }
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
       if (piece.owner != share.rank || !piece.updated.defined() || share.local == nullptr) continue;
       const auto state = read_state(piece);
       const bool never_updated = state.tensors.empty() && state.numbers.empty();
       fresh_.emplace_back(std::pair(share.local, static_cast<void*>(piece.updated.unsafeGetTensorImpl())),
-                          never_updated ? nullptr : make_state(*share.local, state));
+                          never_updated ? nullptr : made_state(*share.local, piece.name, state));
     }
   }
 }
@@ -302,12 +374,19 @@ void TrainingLoader::read_model() const {
     for (const auto& piece : share.pieces) {
       if (piece.owner != share.rank || !piece.updated.defined() || !has(piece.name)) continue;
       const auto name = own_name(piece.name, diverges_);
-      const auto values = piece.updated.detach();
+      const auto copy = piece.updated.detach();
+      // Of the model alone, 16-bit values are what a program writes into parameters: a float32 copy that rounds to them stays, as
+      // load_state_dict() may have brought it.
+      const auto stored = reader_.tensor(name).dtype;
+      const bool rounded =
+          piece.main && model_only() && static_cast<int64_t>(c10::elementSize(stored)) < copy.element_size();
+      const auto values = rounded ? at::empty_like(copy, copy.options().dtype(stored)) : copy;
       if (piece.whole() || name != piece.name) {
         read_whole(name, values);
       } else {
         read(name, piece.range, values, memory_order(piece.parameter));
       }
+      if (rounded) take_written(values, copy);
     }
   }
   const auto read_slice = [&](const NamedSlice& slice, bool differ) {
@@ -434,12 +513,15 @@ void TrainingLoader::finish(const Companions& companions) {
     if (state) {
       states[place.second] = std::move(state);
     } else {
-      states.erase(place.second);
+      reset_state(*place.first, place.second);
     }
   }
   fresh_.clear();
   restore(view_.scaler != nullptr ? view_.scaler : companions.scaler);
   if (param_groups_) param_groups_->apply(options_.rates, options_.options);
+  for (const auto& share : view_.shares) {
+    if (share.local != nullptr) complete_states(*share.local);
+  }
   restore_rates();
   restore(companions.schedules);  // sets the learning rates again
   restore_random_numbers();

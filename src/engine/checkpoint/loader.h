@@ -25,6 +25,8 @@ class TrainingLoader {
 
   // Leaves this rank's values of these tensors as they are; call it before the others.
   void keep(std::set<std::string> names) { kept_ = std::move(names); }
+  // Parameters that have optimizer state in the checkpoint, and are none of those that are trained here.
+  std::set<std::string> trained_there_alone() const;
   // UsageError if the checkpoint does not fit.
   void check() const;
   // Reads optimizer state into new memory; UsageError for the state of another kind of optimizer.
@@ -53,11 +55,17 @@ class TrainingLoader {
     std::optional<int> rank{};  // whose own it is; none: the common one
     std::vector<std::string> fields{};
   };
+  void take_stored_names();
   void find_states(std::optional<int> peer);
   void note_common();
+  std::set<std::string> trained_there() const;
+  // The same the other way round; among them are none that are frozen, and never were updated.
+  std::vector<std::string> trained_here_alone(const std::set<std::string>& there) const;
   void check_trained() const;
   at::Tensor read_field(const StatePiece& piece, const StoredState& stored, const std::string& field) const;
   NamedState read_state(const StatePiece& piece) const;
+  // make_state() of the optimizer, whose errors name the checkpoint and the parameter.
+  FreshState made_state(const torch::optim::Optimizer& of, const std::string& parameter, const NamedState& state) const;
   std::map<std::string, double> numbers_of(const std::string& parameter) const;
   // Entry of rank 0's state, or of this rank's own state if ranks diverge.
   const nlohmann::json* shared_entry(const char* name) const;

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/loading/match.h"
 #include "checkpoint/loading/reader.h"
@@ -28,13 +30,24 @@ std::vector<NamedTensor> tensors_of(const torch::nn::Module& module, std::vector
   return list;
 }
 
+// The file may have a tied tensor under another of its names.
+void take_stored_names(std::vector<NamedTensor>& list, const CheckpointReader& reader, const std::string& prefix) {
+  const auto is_stored = [&](const std::string& name) { return reader.has(prefix + name, "model"); };
+  for (auto& entry : list) {
+    if (entry.aliases.empty() || is_stored(entry.name)) continue;
+    const auto alias = std::find_if(entry.aliases.begin(), entry.aliases.end(), is_stored);
+    if (alias != entry.aliases.end()) std::swap(entry.name, *alias);
+  }
+}
+
 }  // namespace
 
 Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module, const LoadModuleOptions& options) {
   const torch::NoGradGuard no_grad;
   const CheckpointReader reader(path, options.verify);
   std::vector<std::string> transient;
-  const auto list = tensors_of(module, &transient);
+  auto list = tensors_of(module, &transient);
+  take_stored_names(list, reader, options.prefix);
   std::vector<WantedTensor> wanted;
   for (const auto& name : transient) {  // a file may have them
     const auto stored = options.prefix + name;

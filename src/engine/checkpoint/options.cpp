@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 
 #include "optim/named_options.h"
@@ -20,26 +21,42 @@ constexpr const char* rate = "lr";
 
 using Names = std::map<const c10::TensorImpl*, std::string>;
 
-// Names of the parameters that optimizers update.
+// Also of parameters that are frozen: their group's options count once they are trained.
 Names names_of(const CheckpointView& view) {
-  Names names;
+  auto names = view.names;
   for (const auto& share : view.shares) {
     for (const auto& piece : share.pieces) names.emplace(piece.parameter.unsafeGetTensorImpl(), piece.name);
   }
   return names;
 }
 
-// without: frozen parameters that are not among these do not count; nullptr: all count.
+// among: parameters that are not among these do not count; nullptr: all count.
 std::vector<std::string> names_in(const OptimizerParamGroup& group, const Names& names,
-                                  const std::map<std::string, const Json*>* without = nullptr) {
+                                  const std::map<std::string, const Json*>* among = nullptr) {
   std::vector<std::string> list;
   for (const auto& parameter : group.params()) {
     const auto name = names.find(parameter.unsafeGetTensorImpl());
     if (name == names.end()) continue;
-    if (without != nullptr && !parameter.requires_grad() && !without->contains(name->second)) continue;
+    if (among != nullptr && !among->contains(name->second)) continue;
     list.push_back(name->second);
   }
   return list;
+}
+
+bool is_trainable(const OptimizerParamGroup& group) {
+  const auto& parameters = group.params();
+  return std::any_of(parameters.begin(), parameters.end(), [](const auto& one) { return one.requires_grad(); });
+}
+
+size_t groups_of(const CheckpointView& view) {
+  size_t count = 0;
+  for (const auto* optimizer : view.optimizers) count += optimizer->param_groups().size();
+  return count;
+}
+
+// Whether the group at this place, of as many, has no names: so older checkpoints have one whose parameters were frozen.
+bool nameless(const Json& stored, size_t groups, size_t place) {
+  return stored.size() == groups && stored[place].at(parameters_entry).empty();
 }
 
 bool same_kind(const OptimizerParamGroup& group, const Json& stored) {
@@ -87,14 +104,17 @@ OptionsLoader::OptionsLoader(const CheckpointView& view, const Json& stored) : s
     for (auto& group : optimizer->param_groups()) {
       const auto list = names_in(group, names, &by_parameter);
       Match match{fmt::format("param group {}", number++), &group, nullptr};
-      if (list.empty()) continue;
-      const auto first = by_parameter.find(list.front());
-      if (first != by_parameter.end()) match.stored = first->second;
-      for (const auto& name : list) {
-        const auto found = by_parameter.find(name);
-        if (match.stored == nullptr || found == by_parameter.end() || !equal(*found->second, *match.stored)) {
-          match.stored = nullptr;
-        }
+      if (!list.empty()) {
+        match.stored = by_parameter.at(list.front());
+        const bool agree = std::all_of(list.begin(), list.end(), [&](const std::string& name) {
+          return equal(*by_parameter.at(name), *match.stored);
+        });
+        if (!agree) match.stored = nullptr;
+      } else if (nameless(stored_, groups_of(view), number - 1) && !group.params().empty()) {
+        match.stored = &stored_[number - 1];
+      } else {
+        if (is_trainable(group)) unknown_.push_back(match.name);
+        continue;
       }
       if (match.stored != nullptr) {
         const auto copy = group.options().clone();
@@ -134,6 +154,10 @@ void OptionsLoader::apply(bool rates, bool others) const {
 
 std::vector<std::string> OptionsLoader::differences() const {
   std::vector<std::string> list;
+  for (const auto& name : unknown_) {
+    list.push_back(
+        fmt::format("{}: none of its parameters was in a group in the checkpoint; it keeps its options", name));
+  }
   for (const auto& match : matches_) {
     if (match.stored == nullptr) {
       list.push_back(

@@ -13,7 +13,8 @@ namespace shoal {
 nlohmann::json stored_options(const CheckpointView& view);
 
 // Applies a checkpoint's options to the groups of `view`, which must outlive this object. Groups may be composed
-// differently here: a group takes the stored options of its parameters if those agree.
+// differently here: a group takes the stored options of its parameters, where they have
+// some, if those agree.
 class OptionsLoader {
  public:
   // stored: result of stored_options(). Throws nlohmann::json's errors, and UsageError for values that the options
@@ -36,6 +37,7 @@ class OptionsLoader {
   };
   nlohmann::json stored_;
   std::vector<Match> matches_;
+  std::vector<std::string> unknown_;  // groups of trainable parameters of which the checkpoint knows none
 };
 
 }  // namespace shoal

@@ -60,6 +60,7 @@ void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::
     }
   }
   for (const auto& entry : tensors.parameters) {
+    view.names.emplace(entry.tensor.unsafeGetTensorImpl(), prefix + entry.name);
     if (known.contains(entry.tensor.unsafeGetTensorImpl())) continue;
     // A save compares frozen parameters where ranks may differ; those that something else trains are each rank's own.
     auto& list = entry.tensor.requires_grad() ? view.buffers : view.rest;

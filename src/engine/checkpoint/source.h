@@ -33,6 +33,7 @@ struct CheckpointView {
   std::set<std::string> own{};
   std::vector<std::string> transient{};  // buffers that are no part of the state; a checkpoint may have them
   std::map<std::string, std::vector<std::string>> aliases{};  // further names of tied tensors, by the first one
+  std::map<const c10::TensorImpl*, std::string> names{};      // of the module's parameters, also of frozen ones
   std::vector<NamedSlice> buffers;  // and buffer-like tensors, one set per rank; other numbers of ranks load rank 0's
   std::vector<torch::optim::Optimizer*> optimizers;  // optimizers whose param groups' options are saved
   std::vector<LambdaLR*> schedules;                  // the strategy's own
@@ -56,7 +57,12 @@ class CheckpointSource {
   virtual std::string strategy() const = 0;
   // The ranks that save and load. Collective.
   virtual Group group() = 0;
+  // Called before view(): takes over what the program has changed since the last step, as the next step would. Collective.
+  virtual void adopt_changes() {}
   virtual CheckpointView view() = 0;
+  // Before a load of parameters that are not in view() and have optimizer state in the checkpoint. Those that are frozen now and
+  // can be trained later without a new wrapper belong to view() from now on, so that they get their state. Collective.
+  virtual void own_frozen(const std::set<std::string>& /*names*/) {}
   // Ranks that have the same pieces with values of their own; other strategies load their mean. Frozen parameters may
   // differ, too. None: equal pieces have equal values.
   virtual std::optional<Group> peers() { return std::nullopt; }

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <set>
+
 #include "checkpoint/folder.h"
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
@@ -125,9 +127,15 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
   CarriedStates past;
   const auto peers = source.peers();
   const auto peer = peers ? std::optional(peers->rank()) : std::nullopt;
+  // Checks before begin_load(), which may change the training.
+  together([&] { source.require_own_values(); });
+  source.adopt_changes();
+  std::set<std::string> not_here;
   together([&] {
-    // Checks before begin_load(), which may change the training.
-    source.require_own_values();
+    not_here = TrainingLoader(reader, source.view(), peer, group, loaded.exact, options).trained_there_alone();
+  });
+  source.own_frozen(not_here);
+  together([&] {
     TrainingLoader(reader, source.view(), peer, group, loaded.exact, options).check();
     if (!whole || index.rank_states.empty()) return;
     const auto& state = index.rank_states[same_ranks ? group.rank() : 0];

@@ -89,6 +89,7 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
       DataParallelCore::State{.name = name,
                               .module = std::move(module),
                               .group = group,
+                              .synchronized = sync,
                               .tensors = std::move(tensors),
                               .known = std::move(known),
                               .watch = ParameterWatch(std::move(parameters))});
@@ -209,6 +210,10 @@ Reducer& reducer_of(DataParallelCore& parallel) {
 
 const ModuleTensors& tensors_of(DataParallelCore& parallel) {
   return parallel.state().tensors;
+}
+
+bool was_synchronized(DataParallelCore& parallel) {
+  return parallel.state().synchronized;
 }
 
 void set_share(DataParallelCore& parallel, std::optional<double> share) {

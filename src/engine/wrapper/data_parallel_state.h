@@ -15,6 +15,7 @@ struct DataParallelCore::State {
   std::string name;  // class name of the wrapper
   std::shared_ptr<torch::nn::Module> module;
   Group group;
+  bool synchronized = true;  // with rank 0's values when it was wrapped
   BufferSync buffers{};
   bool adopts_buffers = true;  // after a Join, all ranks take the buffers of a rank that took part in the last step
   Precision precision{};
@@ -56,6 +57,8 @@ std::vector<std::string> keepers_of_groups(const torch::nn::Module& module, cons
 Reducer& reducer_of(DataParallelCore& parallel);
 // The parameters and buffers that it has, without ignored ones.
 const ModuleTensors& tensors_of(DataParallelCore& parallel);
+// Whether all ranks began with rank 0's values.
+bool was_synchronized(DataParallelCore& parallel);
 // See ReducerCallbacks::share. For Elastic.
 void set_share(DataParallelCore& parallel, std::optional<double> share);
 

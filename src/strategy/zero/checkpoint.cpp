@@ -2,12 +2,14 @@
 
 #include <torch/utils.h>
 
-#include <algorithm>
+#include <functional>
+#include <set>
 
+#include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
 #include "engine/wrapper/data_parallel_state.h"
-#include "engine/wrapper/logging.h"
+#include "module/walk.h"
 #include "shoal/zero.h"
 #include "strategy/zero/oss_state.h"
 
@@ -16,21 +18,30 @@ namespace {
 
 class OSSSource : public CheckpointSource {
  public:
-  OSSSource(DataParallelCore& parallel, OSSCore& optimizer, OSSCore::State& state)
+  // adopt: the optimizer's adopt_changes(). Collective.
+  OSSSource(DataParallelCore& parallel, OSSCore& optimizer, OSSCore::State& state, std::function<void()> adopt)
       : strategy_(dynamic_cast<ShardedDataParallelCore*>(&parallel) != nullptr ? "zero2" : "zero1"),
         parallel_(parallel),
         module_(parallel.module()),
         optimizer_(optimizer),
-        state_(state) {
-    const auto settings = parallel.logging_data().settings;
-    frozen_may_differ_ = std::any_of(settings.begin(), settings.end(), [](const auto& setting) {
-      return setting == std::pair<std::string, std::string>("sync_models_at_startup", yes_or_no(false));
-    });
-  }
+        state_(state),
+        adopt_(std::move(adopt)) {}
 
   std::string strategy() const override { return strategy_; }
   // The wrapper's: several groups of ranks may each share the state.
   Group group() override { return reducer_of(parallel_).group(); }
+  // Parameters that were unfrozen or converted get their place now, not in the next forward.
+  void adopt_changes() override {
+    on_all_ranks(group(), "checkpoint", [&] { state_.require_known(optimizer_); });
+    adopt_();
+  }
+  void own_frozen(const std::set<std::string>& names) override {
+    if (names.empty()) return;
+    for (const auto& entry : walk(*module_, {}).parameters) {
+      if (names.contains(entry.name)) state_.owned_though_frozen.insert(entry.tensor.unsafeGetTensorImpl());
+    }
+    adopt_();
+  }
   CheckpointView view() override {
     state_.require_known(optimizer_);
     require_parameters_of(*module_, optimizer_);
@@ -38,16 +49,12 @@ class OSSSource : public CheckpointSource {
     view.shares.push_back(
         {.pieces = state_.pieces(*module_), .rank = state_.group.rank(), .local = state_.local.get()});
     view.optimizers = {&optimizer_};
-    view.frozen_may_differ = frozen_may_differ_;
+    view.frozen_may_differ = !was_synchronized(parallel_);  // ZeRO brings only what it trains to all ranks
     add_ignored(view, *module_, tensors_of(parallel_));
     add_rest(view, *module_);
     return view;
   }
   CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
-  void begin_load(const CarriedStates& past) override {
-    state_.adopt_values();
-    CheckpointSource::begin_load(past);
-  }
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     state_.hand_out("loaded parameters");
@@ -60,13 +67,13 @@ class OSSSource : public CheckpointSource {
   std::shared_ptr<torch::nn::Module> module_;
   OSSCore& optimizer_;
   OSSCore::State& state_;
-  bool frozen_may_differ_;  // they keep each rank's values without sync_models_at_startup
+  std::function<void()> adopt_;
 };
 
 }  // namespace
 
 std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer) {
-  return std::make_shared<OSSSource>(parallel, optimizer, optimizer.state());
+  return std::make_shared<OSSSource>(parallel, optimizer, optimizer.state(), [&] { optimizer.adopt_changes(); });
 }
 
 }  // namespace shoal

@@ -73,7 +73,8 @@ ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
       if (!first) refuse(fmt::format("in param groups {} and {}; remove it from one", before->second, number));
       if (!parameter.is_leaf()) refuse("not a leaf tensor, but the result of an operator; detach it");
       const auto owner = shares.owner_of(parameter);
-      if (!parameter.requires_grad() && !owner) continue;
+      const bool wanted = parameter.requires_grad() || owned_though_frozen.contains(parameter.unsafeGetTensorImpl());
+      if (!wanted && !owner) continue;
       require_usable(parameter, fmt::format("parameter {} [{}]", here, fmt::join(parameter.sizes(), ", ")), "OSS");
       made.places.emplace(parameter.unsafeGetTensorImpl(), made.parameters.size());
       made.parameters.push_back(parameter);
@@ -107,7 +108,8 @@ bool OSSCore::State::is_balanced() const {
 bool OSSCore::State::lacks_trainable(const ParamGroups& groups) const {
   return std::any_of(groups.begin(), groups.end(), [this](const auto& param_group) {
     return std::any_of(param_group.params().begin(), param_group.params().end(), [this](const at::Tensor& parameter) {
-      return parameter.requires_grad() && !shares.owner_of(parameter);
+      const bool wanted = parameter.requires_grad() || owned_though_frozen.contains(parameter.unsafeGetTensorImpl());
+      return wanted && !shares.owner_of(parameter);
     });
   });
 }

@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "engine/sharded/changed_values.h"
@@ -45,7 +46,9 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
   int64_t times_shared = 0;                                 // how often shares were made
   std::set<OSSShares::Pattern> balanced_for{};              // what was trainable when they were balanced
-  std::optional<int> owners{};                 // so many ranks of the group, the first ones, own parameters; none: all
+  std::optional<int> owners{};  // so many ranks of the group, the first ones, own parameters; none: all
+  // Frozen ones that get an owner all the same: a checkpoint has state of them.
+  std::unordered_set<const c10::TensorImpl*> owned_though_frozen{};
   bool anew = false;                           // the next shares do not keep any owner
   std::optional<ParameterWatch> lone_watch{};  // in a group of one rank, which has no buffers
   std::shared_ptr<WrapperLife> wrapper{};  // of the ShardedDataParallel that reduces the gradients, if there was one
@@ -80,7 +83,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   bool has_new_values() const;
   // Of all parameters, for agree_on_values().
   std::vector<ChangedValue> values() const;
-  // Whether a parameter has become trainable that has no owner yet.
+  // Whether a parameter has become trainable, or is in owned_though_frozen, that has no owner yet.
   bool lacks_trainable(const ParamGroups& groups) const;
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
   bool is_balanced() const;

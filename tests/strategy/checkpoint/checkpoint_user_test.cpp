@@ -189,5 +189,61 @@ TEST(TiedWeights, BEY05_are_loaded_from_files_that_have_them_under_both_names) {
   EXPECT_TRUE(at::equal(model->weight, twos));
 }
 
+// As a file of a program that registers them in the other order, or one that has each tensor once.
+TEST(TiedWeights, BEY05_are_loaded_from_files_that_have_them_under_another_of_their_names) {
+  const SharedFolder folder;
+  const auto twos = at::full({3, 3}, 2.0F);
+  if (group().rank() == 0) save_safetensors(folder / "other.safetensors", {{"tied", twos}}, {});
+  group().barrier().wait();
+  for (const bool partial : {false, true}) {
+    const auto model = std::make_shared<TiedImpl>();
+    EXPECT_THAT(load_module(folder / "other.safetensors", *model, {.partial = partial}).differences,
+                testing::IsEmpty());
+    EXPECT_TRUE(at::equal(model->weight, twos));
+    const auto trained = std::make_shared<TiedImpl>();
+    FullyShardedDataParallel parallel(trained, group());
+    FullyShardedOptimizer<FusedAdamW> optimizer(parallel, torch::optim::AdamWOptions(1e-2));
+    TrainingState training(parallel, optimizer);
+    load(folder / "other.safetensors", training, {.partial = partial, .model_only = true});
+    const auto whole = parallel.summon_full_params();
+    EXPECT_TRUE(at::equal(trained->weight, twos));
+  }
+}
+
+// The same tensors in the other order.
+struct OtherwiseTiedImpl : torch::nn::Module {
+  OtherwiseTiedImpl() : weight(register_parameter("tied", at::ones({3, 3}))) { register_parameter("weight", weight); }
+  at::Tensor forward(const at::Tensor& x) { return x.mm(weight).mm(weight); }
+  at::Tensor weight;
+};
+
+TEST(TiedWeights, BEY05_a_checkpoint_has_their_optimizer_state_under_any_of_their_names) {
+  const SharedFolder folder;
+  const auto run = [&]<class Module>(const std::shared_ptr<Module>& model, double rate, const auto& use) {
+    DistributedDataParallel<Module> parallel(model, group());
+    torch::optim::AdamW optimizer(std::vector<at::Tensor>{model->weight}, torch::optim::AdamWOptions(rate));
+    TrainingState training(parallel, optimizer);
+    const auto step = [&] {
+      mean_loss(parallel.forward(at::ones({2, 3}))).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    use(training, step);
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.25);
+  };
+  const auto saved = std::make_shared<TiedImpl>();
+  const auto loaded = std::make_shared<OtherwiseTiedImpl>();
+  run(saved, 0.25, [&](TrainingState& training, const auto& step) {
+    step();
+    save(folder / "run", training, {.step = 1});
+    step();
+  });
+  run(loaded, 0.5, [&](TrainingState& training, const auto& step) {
+    EXPECT_TRUE(load(folder / "run", training).exact);
+    step();
+  });
+  EXPECT_TRUE(at::equal(saved->weight, loaded->weight));
+}
+
 }  // namespace
 }  // namespace shoal::test
