@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "module/deferred_shapes.h"
 #include "module/deferred_tape.h"
 #include "shoal/error.h"
 
@@ -18,7 +19,8 @@ bool only_views(const c10::FunctionSchema& schema) {
                                             "aten::t_",      "aten::transpose_", "aten::squeeze_",
                                             "aten::detach_", "aten::unsqueeze_", "aten::as_strided_"};
   if (shapes.count(schema.name()) > 0) return true;
-  if (schema.is_mutable()) return false;
+  // Without results it is a check of values.
+  if (schema.is_mutable() || schema.returns().empty()) return false;
   for (const auto& result : schema.returns()) {
     if (result.alias_info() == nullptr) return false;
   }
@@ -49,35 +51,6 @@ void require_deferred_targets(const c10::FunctionSchema& schema, const OperatorV
           fmt::format("DeferredInit: {} writes deferred values to a tensor that has memory; call materialize() first",
                       schema.name()));
     });
-  }
-}
-
-// Runs the operator on the meta device, for the shapes of its results.
-OperatorValues results_in_shape(const c10::OperatorHandle& op, const OperatorValues& arguments,
-                                std::optional<int> device) {
-  const c10::Device meta(c10::DeviceType::Meta);
-  torch::jit::Stack stack;
-  for (const auto& value : arguments) {
-    stack.push_back(with_tensors(value, [&](const at::Tensor& tensor) {
-      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(meta).requires_grad(false));
-    }));
-  }
-  if (device) stack[*device] = meta;
-  op.callBoxed(&stack);
-  return stack;
-}
-
-// The same, without results for an operator without tensors among its arguments, which can run at once.
-std::optional<OperatorValues> shapes_if_known(const c10::OperatorHandle& op, const OperatorValues& arguments,
-                                              std::optional<int> device, bool any_tensor) {
-  try {
-    return results_in_shape(op, arguments, device);
-  } catch (const c10::NotImplementedError&) {
-    if (!any_tensor) return std::nullopt;
-    throw UsageError(
-        fmt::format("DeferredInit: {} cannot be recorded, because PyTorch does not know the shape of its result before "
-                    "it runs; call it after materialize(), or outside the scope",
-                    op.schema().name()));
   }
 }
 
@@ -123,7 +96,7 @@ void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
     throw UsageError(
         fmt::format("DeferredInit: {} needs the values of a deferred tensor; call materialize() first", schema.name()));
   }
-  const auto shapes = shapes_if_known(op, arguments, device, any_tensor);
+  const auto shapes = shapes_of_results(op, arguments, device);
   if (!shapes) {
     op.callBoxed(stack);
     return;

@@ -36,6 +36,11 @@ std::vector<c10::StorageImpl*> DeferredTape::written_by(const Record& record) {
   const auto add = [&](const at::Tensor& tensor) { list.push_back(storage_of(tensor)); };
   for (const auto& result : record.results) for_tensors(result, add);
   if (!record.results.empty()) return list;
+  if (record.op.schema().returns().empty() && !record.op.schema().is_mutable()) {
+    // A check of values, which has to run when they come.
+    for (const auto& value : record.arguments) for_tensors(value, add);
+    return list;
+  }
   const auto& declared = record.op.schema().arguments();
   for (size_t i = 0; i < declared.size(); ++i) {
     const auto* alias = declared[i].alias_info();

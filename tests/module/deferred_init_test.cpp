@@ -10,7 +10,11 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <functional>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "shoal/error.h"
 
@@ -188,6 +192,79 @@ TEST(DeferredInit, FSDP12_operators_without_a_known_shape_run_at_once_or_are_ref
   }
   materialize({weight});
   EXPECT_EQ(weight.sum().item<float>(), 6);
+}
+
+// libtorch has no kernel for the meta device for most of these.
+TEST(DeferredInit, FSDP12_operators_that_run_to_show_their_shape_are_recorded) {
+  const auto random = [](at::IntArrayRef shape) { return at::rand(shape); };
+  const auto square = [&] {
+    const auto a = random({4, 4});
+    return a.mm(a.t()) + at::eye(4);
+  };
+  const std::vector<std::pair<std::string, std::function<at::Tensor()>>> operators{
+      {"polar", [&] { return at::view_as_real(at::polar(at::ones({3}), random({3}))); }},
+      {"where",
+       [&] {
+         const auto u = random({5});
+         return at::where(u > 0.5, u, -u);
+       }},
+      {"std",
+       [&] {
+         return random({5, 3}).std(0);
+       }},
+      {"var",
+       [&] {
+         return random({5, 3}).var(1);
+       }},
+      {"flip",
+       [&] {
+         return random({6, 2}).t().flip(0);
+       }},
+      {"roll", [&] { return random({6}).roll(2); }},
+      {"logical_and", [&] { return (random({6}) > 0.2).logical_and(at::ones({6})); }},
+      {"conv2d",
+       [&] {
+         return at::conv2d(random({1, 1, 4, 4}), random({2, 1, 3, 3}));
+       }},
+      {"fft", [&] { return at::view_as_real(at::fft_fft(random({4}))); }},
+      {"cdist",
+       [&] {
+         return at::cdist(random({3, 2}), random({4, 2}));
+       }},
+      {"median", [&] { return random({5}).median(); }},
+      {"searchsorted", [&] { return at::searchsorted(at::arange(5), at::full({1}, 2)); }},
+      {"pinv",
+       [&] {
+         return at::linalg_pinv(random({4, 3}));
+       }},
+      {"matrix_exp", [&] { return at::linalg_matrix_exp(square() * 0.1); }},
+      {"inverse", [&] { return at::linalg_inv(square()); }},
+      {"cholesky", [&] { return at::linalg_cholesky(square()); }},
+  };
+  for (const auto& [name, run] : operators) {
+    torch::manual_seed(3);
+    const auto eager = run();
+    torch::manual_seed(3);
+    at::Tensor later;
+    {
+      const DeferredInit no_memory;
+      later = run();
+    }
+    EXPECT_TRUE(is_deferred(later)) << name;
+    materialize({later});
+    EXPECT_EQ(later.scalar_type(), eager.scalar_type()) << name;
+    EXPECT_EQ(later.strides(), eager.strides()) << name;
+    EXPECT_TRUE(at::equal(later, eager)) << name << ": " << later << " instead of " << eager;
+  }
+}
+
+TEST(DeferredInit, FSDP12_a_check_of_values_runs_with_them) {
+  at::Tensor inverse;
+  {
+    const DeferredInit no_memory;
+    inverse = at::linalg_inv(at::zeros({2, 2}));
+  }
+  EXPECT_THROW(materialize({inverse}), c10::LinAlgError);
 }
 
 TEST(DeferredInit, FSDP12_another_dtype_is_deferred_as_well) {
