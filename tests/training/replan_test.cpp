@@ -114,6 +114,28 @@ bool sums_in_rank_order() {
   return group().transport() != "gloo" || group().size() <= 2;
 }
 
+std::vector<at::Tensor> tensors_of(const OptimizerState& state) {
+  std::vector<at::Tensor> list;
+  for (const auto& [name, entry] : state) {
+    for (const auto& [field, tensor] : entry.tensors) list.push_back(tensor);
+  }
+  return list;
+}
+
+// Parameters, buffers and the optimizer's state. Collective.
+void expect_same_position(Training<test::MlpImpl>& a, Training<test::MlpImpl>& b) {
+  const auto values = whole(a);
+  const auto state = a->optimizer_state();
+  EXPECT_FALSE(state.empty());
+  if (sums_in_rank_order()) {
+    expect_equal(values, whole(b));
+    expect_equal(state, b->optimizer_state());
+  } else {
+    EXPECT_LT(test::difference(values, whole(b)), 1e-5);
+    EXPECT_LT(test::difference(tensors_of(state), tensors_of(b->optimizer_state())), 1e-5);
+  }
+}
+
 bool has_state(const Strategy& strategy) {
   if (strategy.pace == Pace::single) return group().size() == 1;
   return strategy.pace != Pace::alone;
@@ -121,6 +143,7 @@ bool has_state(const Strategy& strategy) {
 
 class Chain : public testing::TestWithParam<bool> {};
 
+// Before and after each switch, and at the end.
 TEST_P(Chain, ELA07_ddp_zero1_fsdp_megatron_ddp_equals_the_uninterrupted_run) {
   const auto recipe = GetParam() ? adamw() : sgd();
   // Without batch norm, whose running means each rank has for itself where nobody broadcasts them.
@@ -133,8 +156,10 @@ TEST_P(Chain, ELA07_ddp_zero1_fsdp_megatron_ddp_equals_the_uninterrupted_run) {
   auto uninterrupted = start();
   const std::vector<std::string> strategies{"zero1", "fsdp", "megatron", "ddp"};
   for (size_t i = 0; i < strategies.size(); ++i) {
+    SCOPED_TRACE(training->strategy().name + " -> " + strategies[i]);
     steps(training, 2 * i, 2 * i + 2);
     steps(uninterrupted, 2 * i, 2 * i + 2);
+    expect_same_position(training, uninterrupted);
     const auto done = training.replan(strategies[i], options_of(strategies[i]));
     EXPECT_EQ(done.to, strategies[i]);
     EXPECT_EQ(done.ranks, group().size());
@@ -143,14 +168,11 @@ TEST_P(Chain, ELA07_ddp_zero1_fsdp_megatron_ddp_equals_the_uninterrupted_run) {
     for (size_t p = 0; p < parameters.size(); ++p) {
       EXPECT_TRUE(parameters[p].is_same(training.module()->parameters()[p])) << "identity";
     }
+    expect_same_position(training, uninterrupted);
   }
   steps(training, 8, 10);
   steps(uninterrupted, 8, 10);
-  if (sums_in_rank_order()) {
-    expect_equal(whole(training), whole(uninterrupted));
-  } else {
-    EXPECT_LT(test::difference(whole(training), whole(uninterrupted)), 1e-5);
-  }
+  expect_same_position(training, uninterrupted);
 }
 
 INSTANTIATE_TEST_SUITE_P(Replan, Chain, testing::Bool(),
