@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/membership/patient_store.h"
 #include "comm/rendezvous/socket.h"
 #include "comm/store/given_store.h"
 #include "comm/store/store.h"
@@ -117,6 +118,18 @@ TEST(DeadlineStore, a_stopped_store_is_named_after_the_limit_and_then_at_once) {
   }
   EXPECT_LT(seconds_of([&] { EXPECT_THROW(stores.store->get("a"), StoreUnreachable); }), 0.1)
       << "whatever its time-out";
+  stores.inner->stopped = false;
+}
+
+// The limit of a call is shorter than the time for which a store may be silent.
+TEST(PatientStore, ELA10_a_lost_store_says_how_long_it_was_asked) {
+  const Stores stores;
+  stores.inner->stopped = true;
+  PatientStore patient(stores.store, 600ms);
+  const auto ask = [&] { patient.ask([](DeadlineStore& store) { store_set(store, "a", "1"); }); };
+  const auto said = test::refusal<CommError>(ask);
+  EXPECT_NE(said.find("it was asked again for 0.6 s"), std::string::npos) << said;
+  EXPECT_EQ(patient.why_lost(), said);
   stores.inner->stopped = false;
 }
 

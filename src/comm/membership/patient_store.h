@@ -1,6 +1,8 @@
 #pragma once
 // The store of an elastic job on several hosts, which may not answer for a while.
 
+#include <fmt/format.h>
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -35,7 +37,7 @@ class PatientStore {
       try {
         return act(*store_);
       } catch (const StoreUnreachable& error) {
-        if (patience.over()) lose(error.what());
+        if (patience.over()) lose_unreachable(error.what());
       } catch (const std::exception& error) {
         lose(error.what());
       }
@@ -52,6 +54,11 @@ class PatientStore {
   std::string why_lost() const;
 
  private:
+  // what: of one call, whose limit is shorter than the time of silence.
+  void lose_unreachable(const std::string& what) {
+    lose(fmt::format("{}; it was asked again for {} s", what, std::chrono::duration<double>(silence()).count()));
+  }
+
   const StorePtr store_;
   std::atomic<std::chrono::milliseconds> silence_;
   mutable std::mutex mutex_;
