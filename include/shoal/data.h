@@ -10,7 +10,9 @@
 
 #include <torch/data/samplers/distributed.h>
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -37,7 +39,8 @@ struct DistributedSamplerOptions {
 // with more than twice as many ranks as samples it gives indices beyond the end, and its only seed is the epoch.
 //
 // Usable as torch::data::samplers::Sampler<>. A data loader works on a copy of the sampler, made when the loader is
-// made. Copyable. Not collective. Not thread-safe.
+// made. Where the ranks of an elastic job have changed since, reset() of that copy is a UsageError: it would take samples
+// twice, and others never. Copyable. Not collective. Not thread-safe.
 class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
  public:
   // size: samples of the data set. UsageError for a data set without samples, a rank that is not below num_replicas,
@@ -47,7 +50,8 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   DistributedSampler(size_t size, const Group& group, const DistributedSamplerOptions& options = {});
 
   // Begins the present epoch, with its first sample or where seek() said. Data loaders call this themselves.
-  // new_size: another size of the data set from now on.
+  // new_size: another size of the data set from now on. UsageError in a copy that has the division of an elastic job's
+  // former ranks; a divide() of its own, or copying the sampler again, ends that.
   void reset(std::optional<size_t> new_size = std::nullopt) override;
   // The next samples, fewer at the end of the epoch; nothing after it.
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
@@ -99,6 +103,25 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  friend class GlobalBatch;  // of Elastic
+
+  // Which division among an elastic job's ranks this sampler has. Copies share the number of the newest one. Moving copies,
+  // too, so that what has been moved from remains a sampler.
+  class JobDivision {
+   public:
+    JobDivision() = default;
+    JobDivision(const JobDivision&) = default;
+    JobDivision& operator=(const JobDivision&) = default;
+    ~JobDivision() = default;
+    void outdate() { ++*newest_; }
+    void renew() { own_ = *newest_; }
+    bool outdated() const { return own_ != *newest_; }
+
+   private:
+    std::shared_ptr<std::atomic<uint64_t>> newest_ = std::make_shared<std::atomic<uint64_t>>(0);
+    uint64_t own_ = 0;
+  };
+
   DistributedSamplerOptions options_;
   std::vector<size_t> indices_;
   size_t index_ = 0;
@@ -128,6 +151,7 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   void require_within(size_t index, size_t first) const;
   std::optional<Begin> begin_;
   std::optional<StandsIn> stands_in_;
+  JobDivision job_division_;
 };
 
 }  // namespace shoal

@@ -72,6 +72,7 @@ void Elastic::State::recover(const std::function<void()>* update) {
   open_for_newcomers();
   if (sampler != nullptr) {
     outdated = true;
+    batch.outdate_copies(*sampler, epoch ? taken : 0);
     if (comes) sampler->set_epoch(first_epoch);
     const bool inside = comes || (epoch && *epoch == sampler->epoch());
     divide(inside ? taken : sampler->taken());  // the program may have begun behind some of the epoch's samples

@@ -30,7 +30,8 @@ GlobalBatch::GlobalBatch(World world, int64_t size, int64_t shares, ElasticParts
       size_(size),
       first_shares_(shares > 0 ? shares : world_.size()),
       parts_(parts),
-      copies_(copies) {}
+      copies_(copies),
+      divided_among_(world_.size(), world_.rank()) {}
 
 void GlobalBatch::adopt(int64_t size, int64_t shares, uint64_t seed) {
   size_ = size;
@@ -65,6 +66,13 @@ void GlobalBatch::begin() {
 int64_t GlobalBatch::own_size() const {
   if (size_ > 0) return size_ / first_shares_ * own_shares();
   throw UsageError("Elastic: batch_size() is for keep_global_batch: set that option, or use the loader's own size");
+}
+
+// They are right as long as they begin where the rest does, as one of the same ranks.
+void GlobalBatch::outdate_copies(DistributedSampler& sampler, size_t taken) {
+  const auto of = std::pair(world_.size(), world_.rank());
+  const bool elsewhere = taken != 0 && taken != sampler.taken();
+  if (std::exchange(divided_among_, of) != of || elsewhere) sampler.job_division_.outdate();
 }
 
 void GlobalBatch::divide(DistributedSampler& sampler, size_t taken) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <utility>
 
 #include "elastic/elastic_parts.h"
 #include "elastic/step_copies.h"
@@ -37,6 +38,9 @@ class GlobalBatch {
   // This rank's samples in a step; UsageError without a size.
   int64_t own_size() const;
 
+  // After a recovery, before divide(): copies of the sampler that have another division refuse to begin. taken: places of the
+  // epoch in which the loop is.
+  void outdate_copies(DistributedSampler& sampler, size_t taken);
   // Gives the sampler this rank's shares of the epoch's rest, behind `taken` places.
   void divide(DistributedSampler& sampler, size_t taken);
   // UsageError if a step behind `taken` places does not have as many samples of this rank.
@@ -59,6 +63,7 @@ class GlobalBatch {
   int64_t first_shares_;
   ElasticParts& parts_;
   StepCopies& copies_;
+  std::pair<int, int> divided_among_;  // ranks, and this one among them
   uint64_t seed_ = 0;
   size_t divided_at_ = 0;  // places of the epoch that were taken before the sampler's division
 };

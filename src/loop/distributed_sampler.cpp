@@ -51,6 +51,12 @@ DistributedSampler::DistributedSampler(size_t size, const Group& group, const Di
     : DistributedSampler(size, static_cast<size_t>(group.size()), static_cast<size_t>(group.rank()), options) {}
 
 void DistributedSampler::reset(std::optional<size_t> new_size) {
+  if (job_division_.outdated()) {
+    throw UsageError(fmt::format(
+        "DistributedSampler: this copy, as rank {} of {}, has the division of the job's former ranks, and Elastic "
+        "has divided the sampler anew: make the data loader, or the copy, within while (elastic.in_epoch())",
+        rank_, num_replicas_));
+  }
   if (new_size == 0 || size_ == 0) throw UsageError("DistributedSampler: the data set has no samples");
   size_ = new_size.value_or(size_);
   const auto count = static_cast<int64_t>(size_);
@@ -125,6 +131,7 @@ void DistributedSampler::divide(size_t num_replicas, size_t rank, size_t taken) 
   num_replicas_ = num_replicas;
   rank_ = rank;
   stands_in_.reset();
+  job_division_.renew();
   begin_at(taken, 0);
 }
 
@@ -136,6 +143,7 @@ void DistributedSampler::divide_shares(size_t num_replicas, size_t ranks, size_t
   num_replicas_ = num_replicas;
   rank_ = rank;
   stands_in_ = {ranks, batch};
+  job_division_.renew();
   begin_at(taken, 0);
 }
 

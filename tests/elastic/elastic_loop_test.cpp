@@ -76,6 +76,59 @@ TEST(ElasticLoop, ELA01_a_data_loader_with_threads) {
   expect_texts(ended, "rank 1 has ended; 2 ranks go on after step 2,", 1);
 }
 
+// libtorch's examples make their loader once. Its copy of the sampler does until ranks change.
+TEST(ElasticLoop, ELA05_a_loader_from_before_the_ranks_changed_is_refused) {
+  for (const bool dies : {false, true}) {
+    const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+      alarm(30);
+      auto model = std::make_shared<test::Net>();
+      DistributedDataParallel parallel(model, world.group());
+      torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.01));
+      auto dataset = Numbers().map(torch::data::transforms::Stack<>());
+      DistributedSampler sampler(60, world.group());
+      const auto early = sampler;
+      Elastic elastic(world, parallel, optimizer, sampler, {.on_change = [](const ElasticChange&) {}});
+      auto loader = torch::data::make_data_loader(dataset, sampler, torch::data::DataLoaderOptions(4));
+      const bool falls = dies && world.rank() == 2;
+      int64_t samples = 0;
+      try {
+        for (size_t epoch = 0; epoch < 2; ++epoch) {
+          sampler.set_epoch(epoch);
+          while (elastic.in_epoch()) {
+            for (auto& batch : *loader) {
+              if (falls && elastic.steps() == 2) std::raise(SIGKILL);
+              const auto compute = [&] { test::loss_of(parallel.forward(batch.data), batch.data).backward(); };
+              if (!elastic.step(batch.data.size(0), compute, [&] { optimizer.step(); })) break;
+              optimizer.zero_grad();
+              samples += batch.data.size(0);
+            }
+          }
+        }
+      } catch (const UsageError& error) {
+        auto own = early;
+        own.divide(3, 1);
+        auto again = sampler;
+        const auto left = fmt::format("{} and {} left", own.left(), again.left());
+        own.reset();
+        again.reset();
+        return fmt::format("after {} samples: {}; {}", samples, error.what(), left);
+      }
+      return fmt::format("{} samples", samples);
+    });
+    for (int rank = 0; rank < (dies ? 2 : 3); ++rank) {
+      const auto& text = ended[static_cast<size_t>(rank)].text;
+      const auto refused = fmt::format(
+          "after 8 samples: DistributedSampler: this copy, as rank {} of 3, has the division of the job's former "
+          "ranks, and "
+          "Elastic has divided the sampler anew: make the data loader, or the copy, within while (elastic.in_epoch()); "
+          "20 and "
+          "18 left",
+          rank);
+      EXPECT_EQ(text, dies ? refused : "40 samples");
+    }
+  }
+}
+
 // Rank 1 has its gradients and fails before it knows that rank 0 went on to its update.
 TEST(ElasticLoop, ELA02_a_step_that_one_rank_has_completed_is_finished_by_the_others) {
   const test::SharedRecord record;
