@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
+from ._draws import Draws, draws_of
 
 __all__ = ["DistributedSampler"]
 
@@ -50,6 +52,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         )
         self.dataset: Any = dataset
         self._seed = _index("seed", seed)
+        self._draws: Draws | None = None  # of the newest iteration
 
     def set_epoch(self, epoch: int) -> None:
         """Another order of the samples. Call it before each epoch."""
@@ -120,14 +123,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         return self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._core.indices())
+        indices = iter(self._core.indices())
+        self._draws = draws_of(indices, sys._getframe(1))
+        return indices
 
     def __len__(self) -> int:
         """Samples of this rank in the present epoch, or in what is left of it behind seek(), or since the ranks have changed."""
         return self.num_samples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_core": copy.copy(self._core)}
+        return {**self.__dict__, "_core": copy.copy(self._core), "_draws": None}
 
 
 def _index(name: str, value: Any) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from . import _C, distributed
 from ._C import CommError, ElasticChange, UsageError
+from ._draws import SaidSamples
 from .data import DistributedSampler
 from .distributed import group_of
 from .nn import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
@@ -107,6 +108,8 @@ class Elastic:
         self._optimizer = optimizer
         self._told = on_change
         self._by_share = keep_global_batch != 0
+        self._sampler = sampler
+        self._said = SaidSamples()
         self._trainer: _C.ElasticTrainer | None = None
         own = weakref.ref(self)
 
@@ -152,6 +155,7 @@ class Elastic:
     def in_epoch(self) -> bool:
         """Whether samples of the epoch are left: at its beginning, after sampler.set_epoch(), and again after each change of the
         ranks. The loop then makes a new loader."""
+        self._said.end_pass()
         return self._running.in_epoch()
 
     def step(
@@ -162,12 +166,15 @@ class Elastic:
         prepare: Callable[[], Any] | None = None,
     ) -> bool:
         """One step with `samples` samples of this rank: compute() runs forward and backward, update() the optimizer. True: it is
-        complete on all ranks. False: the ranks have changed, and in_epoch() says whether to make another loader.
+        complete on all ranks. False: the ranks have changed, and in_epoch() says whether to make another loader. `samples` are those
+        that the sampler gave for the batch: of a dict, len(batch["x"]) and not len(batch), which UsageError says after a step or a pass.
 
         compute() may run partly, and again for the same samples on any rank; update() runs once per complete step and must not
         communicate. prepare() runs between them, and may: clipping of gradients belongs there, or in compute(). With
         keep_global_batch, compute(begin, end) runs once for each share [begin, end) of the batch, and its loss is the mean over
         these samples. Collective."""
+        if self._sampler is not None and not self._by_share and isinstance(samples, int):  # shares are counted anyway
+            self._said.step(self._sampler._draws, samples)
         self._push()
         before = None if prepare is None else _naming_ended_groups(prepare)
         return self._running.step(samples, self._again(_naming_ended_groups(compute)), update, before, self._by_share)
