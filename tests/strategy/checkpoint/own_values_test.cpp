@@ -112,6 +112,35 @@ TEST(OwnValues, BEY05_a_training_that_ignores_nothing_gets_one_value_for_all_and
   EXPECT_THAT(loaded.differences, Contains(AllOf(HasSubstr("values of its own"), HasSubstr("expert.weight"))));
 }
 
+TEST(OwnValues, BEY05_what_a_training_ignores_comes_back_on_each_rank_under_every_strategy) {
+  const SharedFolder folder;
+  TrainingOptions options;
+  options.ignored = ignored;
+  const auto with = [&](const std::string& strategy, int rank, const auto& use) {
+    const auto model = std::make_shared<NetImpl>(rank);
+    auto training = make_training(strategy, model, optimizer_recipe<AdamW>(AdamWOptions(1e-2)), group(), options);
+    auto state = training->state().value();
+    use(*model, state);
+  };
+  std::vector<std::string> strategies{"ddp", "zero1", "zero2", "megatron", "fsdp", "local_sgd"};
+  for (const auto& strategy : strategies) {
+    SCOPED_TRACE(strategy);
+    std::vector<at::Tensor> saved;
+    with(strategy, group().rank(), [&](NetImpl& model, TrainingState& state) {
+      save(folder / strategy, state, {.step = 1});
+      saved = {model.expert->weight.detach().clone(), model.frozen.detach().clone()};
+    });
+    with(strategy, 100, [&](NetImpl& model, TrainingState& state) {
+      EXPECT_TRUE(load(folder / strategy, state).exact);
+      EXPECT_EQ(difference({model.expert->weight, model.frozen}, saved), 0);
+    });
+    with("zero2", 100, [&](NetImpl& model, TrainingState& state) {
+      load(folder / strategy, state);
+      EXPECT_EQ(difference({model.expert->weight, model.frozen}, saved), 0) << "into another strategy";
+    });
+  }
+}
+
 // Where ranks train parameters of their own, a teacher that follows them differs, too.
 TEST(OwnValues, BEY05_frozen_parameters_that_differ_between_ranks_come_back_on_each) {
   for (const std::string strategy : {"local_sgd", "diloco", "decentralized", "ddp", "zero2", "fsdp"}) {
