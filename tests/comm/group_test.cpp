@@ -400,6 +400,21 @@ TEST(Coalesce, sums_sparse_tensors_of_ranks_that_have_one) {
   EXPECT_FALSE(all_reduce_sparse(group(), {}, {6, 2}, at::TensorOptions(at::kFloat), 1, {}).sum.defined());
 }
 
+TEST(Coalesce, a_dense_tensor_among_sparse_ones_makes_the_sum_dense) {
+  const int last = group().size() - 1;
+  auto expected = at::zeros({6, 2});
+  for (int rank = 0; rank <= last; ++rank) expected[rank % 6] += rank + 1;
+  auto own = at::zeros({6, 2});
+  own[group().rank() % 6] += group().rank() + 1;
+  for (const bool dense : {true, false}) {
+    const auto passed = dense && group().rank() == last ? own : own.to_sparse(1);
+    const auto result = all_reduce_sparse(group(), passed, {6, 2}, at::TensorOptions(at::kFloat), 1, {});
+    EXPECT_EQ(result.present, group().size());
+    EXPECT_EQ(result.sum.is_sparse(), !dense);
+    EXPECT_TRUE(at::equal(dense ? result.sum : result.sum.to_dense(), expected));
+  }
+}
+
 TEST(Coalesce, sparse_tensors_of_different_kinds_are_refused_on_all_ranks) {
   if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int odd = group().size() - 1;

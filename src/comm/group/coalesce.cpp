@@ -70,16 +70,17 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
   const auto gather = [&](const at::Tensor& all, const at::Tensor& own) {
     issue(group, {.op = Op::all_gather, .inputs = {own}, .outputs = {all}, .label = label, .timeout = timeout}).wait();
   };
-  const auto own = sparse.defined() ? sparse.coalesce() : at::Tensor();
+  const bool dense = sparse.defined() && sparse.layout() == at::kStrided;
+  const auto own = !sparse.defined() ? at::Tensor() : (dense ? sparse.detach().to_sparse(1) : sparse).coalesce();
   const int64_t count = own.defined() ? own._nnz() : 0;
   const int64_t sparse_dim = own.defined() ? own.sparse_dim() : 0;
   const auto kind = fmt::format("{} [{}]", c10::toString(options.dtype().toScalarType()), fmt::join(sizes, ", "));
-  // One small all-gather: number of entries, number of sparse dimensions (0: this rank has no tensor), weight and 53
-  // bits of a hash of dtype and sizes, all exact in float64.
-  constexpr int64_t fields = 4;
+  // One small all-gather: number of entries, number of sparse dimensions (0: this rank has no tensor), weight, 53 bits of
+  // a hash of dtype and sizes, and whether the tensor is dense, all exact in float64.
+  constexpr int64_t fields = 5;
   auto headers = at::empty({group.size() * fields}, at::kDouble);
   gather(headers, at::tensor({static_cast<double>(count), static_cast<double>(sparse_dim), weight,
-                              static_cast<double>(std::hash<std::string>()(kind) >> 11)},
+                              static_cast<double>(std::hash<std::string>()(kind) >> 11), dense ? 1.0 : 0.0},
                              at::kDouble));
   headers = headers.view({group.size(), fields});
   const auto sparse_dims = headers.select(1, 1);
@@ -118,6 +119,7 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
   row.insert(row.begin(), merged.size(0));
   result.sum =
       at::sparse_coo_tensor(at::cat(index_list, 1), merged.reshape(row), sizes, options.layout(at::kSparse)).coalesce();
+  if (headers.select(1, 4).any().item<bool>()) result.sum = result.sum.to_dense();
   return result;
 }
 

@@ -213,7 +213,7 @@ void EarlierSums::leave_outside_bucket(size_t gradient) {
 void EarlierSums::leave_sparse(size_t gradient, const at::Tensor& sum) {
   const auto before = std::exchange(whole_[gradient], {});
   aside_[gradient] = false;
-  const auto all = sum.defined() && before.defined() ? sum.add(before) : sum.defined() ? sum : before;
+  const auto all = sum.defined() && before.defined() ? sum_of(sum, before) : sum.defined() ? sum : before;
   where_[gradient] = all.defined() ? Where::whole : Where::none;
   if (!all.defined()) return;
   mutable_grad(gradient) = all;

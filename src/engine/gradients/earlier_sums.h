@@ -9,6 +9,11 @@
 
 namespace shoal {
 
+// a + b, of which one may be sparse and the other dense: the sum is dense then, as autograd's.
+inline at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_sparse() && !b.is_sparse() ? b.add(a) : a.add(b);
+}
+
 // Where a reduction does not give every rank everything, the sum of a gradient is
 //   whole   in grad(), on a rank that keeps all of it there
 //   part    in its bucket (Bucket::kept), as far as this rank keeps it; grad() holds a stand-in

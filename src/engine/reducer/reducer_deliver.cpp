@@ -95,7 +95,7 @@ void Reducer::deliver_sparse(size_t index) {
     if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
     const double shares = static_cast<double>(result.present) / result.weight;
     if (const auto mean = accumulated_.mean(member); mean.defined() && shares != 1 && result.weight > 0) {
-      result.sum = result.sum.add(mean, 1 - shares);
+      result.sum = sum_of(result.sum, mean.mul(1 - shares));
     }
   }
   if (!reduction_->plan().everywhere()) {

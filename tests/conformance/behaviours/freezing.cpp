@@ -55,6 +55,37 @@ struct Words : Network {
   torch::nn::Linear out{nullptr};
 };
 
+// The embedding's weight is the decoder's, too, whose gradient is dense.
+struct TiedWords : Network {
+  TiedWords() {
+    torch::manual_seed(7);
+    table = register_module("table", torch::nn::Embedding(torch::nn::EmbeddingOptions(11, 4).sparse(true)));
+    middle = register_module("middle", torch::nn::Linear(4, 4));
+    to(at::kDouble);
+  }
+  using Network::forward;
+  at::Tensor forward(at::Tensor words) override {
+    const auto x = torch::tanh(middle(table(words)));
+    return tied ? at::linear(x, table->weight) : x;
+  }
+  torch::nn::Embedding table{nullptr};
+  torch::nn::Linear middle{nullptr};
+  bool tied = true;
+};
+
+void of_tied_words(Bench& bench) {
+  auto model = std::make_shared<TiedWords>();
+  auto training = bench.wrap(model, {});
+  for (int64_t step = 0; step < 5; ++step) {
+    model->tied = step % 3 != 1;
+    training->zero_grad();
+    const auto words = rows(step, {12, 2}).abs().mul(5).to(at::kLong).clamp(0, 10);
+    loss_of(training->forward(bench.share(words))).backward();
+    training->step();
+  }
+  bench.same_parameters(*model);
+}
+
 void of_words(Bench& bench, bool sparse, double momentum) {
   auto model = std::make_shared<Words>(sparse);
   Setup setup;
@@ -221,6 +252,7 @@ Behaviours freezing() {
        }},
       {"an_embedding", [](Bench& bench) { of_words(bench, false, 0.9); }},
       {"a_sparse_embedding", [](Bench& bench) { of_words(bench, true, 0); }},
+      {"a_tied_sparse_embedding", of_tied_words},
   };
 }
 

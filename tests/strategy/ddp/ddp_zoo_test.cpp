@@ -117,5 +117,48 @@ TEST(DdpZoo, DDP14_sparse_means_add_up_without_zero_grad) {
   }
 }
 
+struct TiedImpl : torch::nn::Module {
+  explicit TiedImpl(bool sparse) {
+    torch::manual_seed(2);
+    table = register_module("table", torch::nn::Embedding(torch::nn::EmbeddingOptions(40, 3).sparse(sparse)));
+    to(at::kDouble);
+  }
+  // tied: whether the weight is the decoder's, too.
+  at::Tensor forward(at::Tensor indices, bool tied) {
+    const auto x = torch::tanh(table(indices));
+    return (tied ? at::linear(x, table->weight) : x).pow(2).sum();
+  }
+  torch::nn::Embedding table{nullptr};
+};
+
+// As autograd's: dense where one of the terms is.
+TEST(DdpZoo, DDP14_a_sparse_gradient_that_is_dense_on_some_ranks_is_the_mean_and_dense) {
+  const auto rank = group().rank();
+  const auto indices = [](int of, int64_t step) { return at::tensor({of, static_cast<int>(step), 7}, at::kLong); };
+  for (const bool zeroes : {true, false}) {
+    auto model = std::make_shared<TiedImpl>(true);
+    DistributedDataParallel parallel(model, group());
+    TiedImpl reference(false);
+    bool dense = false;
+    for (int64_t step = 0; step < 5; ++step) {
+      SCOPED_TRACE(step);
+      const auto tied = [&](int of) { return step == 2 || (step == 3 && of == 0); };
+      if (zeroes) {
+        model->zero_grad();
+        reference.zero_grad();
+        dense = false;
+      }
+      dense = dense || step == 2 || step == 3;
+      parallel.forward(indices(rank, step), tied(rank)).backward();
+      for (int of = 0; of < group().size(); ++of) {
+        (reference.forward(indices(of, step), tied(of)) / group().size()).backward();
+      }
+      const auto grad = model->table->weight.grad();
+      EXPECT_EQ(grad.is_sparse(), !dense);
+      EXPECT_LT(difference({grad.is_sparse() ? grad.to_dense() : grad}, {reference.table->weight.grad()}), 1e-12);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace shoal::ddp_zoo_test
