@@ -39,6 +39,8 @@ Pager::Pager(const Group& group, PagerOptions options) : options_(options), grou
 Pager::~Pager() {
   for (const auto& [storage, index] : index_) {
     unwatch(storage, *this);
+    // Without memory on every rank, so that all of them refuse to use it.
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, pages_[index]->options.device()));
     storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
         fmt::format("{} was sharded by a FullyShardedDataParallel that has been destroyed: call its unwrap(), which "
                     "restores the module's parameters, or full_state_dict() before",

@@ -132,6 +132,25 @@ TEST(Fsdp, unwrap_gives_the_module_its_parameters_back_and_nothing_of_the_wrappe
   }
 }
 
+// Also with one unit, which is in memory after backward; how many ranks have it there depends on their pace.
+TEST(Fsdp, a_module_whose_wrapper_has_gone_is_refused_on_all_ranks_or_goes_on) {
+  for (const bool units : {true, false}) {
+    const auto model = make_mlp();
+    auto parallel = std::make_unique<Parallel>(model, group(), units ? by_layer() : Options());
+    auto optimizer = std::make_unique<Optimizer>(*parallel, sgd);
+    const bool shared = parallel->shared();
+    mean_loss(parallel->forward(batch(group().rank(), 0))).backward();
+    parallel.reset();
+    optimizer.reset();
+    if (shared) {
+      Parallel again(model, group());
+    } else {
+      EXPECT_THAT(refusal([&] { Parallel again(model, group()); }), testing::HasSubstr("call its unwrap() before"));
+    }
+    group().barrier().wait();
+  }
+}
+
 // Also destroys the module while autograd's graph exists.
 TEST(Fsdp, a_graph_may_outlive_all_of_them) {
   for (const auto& options : strategies()) {
