@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 
+#include "engine/sharded/changed_values.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 #include "strategy/local_updates/state.h"
@@ -104,16 +105,49 @@ OptimizerState LocalUpdates::State::named_state(bool in_flight) {
   return whole;
 }
 
+namespace {
+
+// Of tensors whose values differ between ranks, which others have loaded from a file that lacks these. Collective.
+std::vector<size_t> different(const Group& group, const std::vector<at::Tensor>& tensors, const Label& label) {
+  std::vector<int64_t> digests;
+  for (const auto& tensor : tensors) digests.push_back(static_cast<int64_t>(digest_of(tensor) >> 1));
+  const auto own = at::tensor(digests, at::kLong);
+  const auto ends = at::stack({own, -own});
+  group.all_reduce(ends, ReduceOp::max, label).wait();
+  std::vector<size_t> list;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto column = ends.select(1, static_cast<int64_t>(i));
+    if (column[0].item<int64_t>() != -column[1].item<int64_t>()) list.push_back(i);
+  }
+  return list;
+}
+
+}  // namespace
+
 void LocalUpdates::State::start_afresh() {
+  std::vector<Fragment::Piece*> pieces;
   for (auto& fragment : fragments) {
     fragment.mean().wait();  // finish the exchange that began before
     fragment.mean() = {};
     fragment.anchor();
     for (auto& piece : fragment.pieces()) {
       if (piece.momentum.defined()) piece.momentum.zero_();
+      pieces.push_back(&piece);
     }
   }
   set_steps(0);
+  const Label label{-1, -1, "parameters after a load"};
+  const auto all = parameters();
+  std::vector<at::Tensor> values;
+  const auto places = different(group, all, label);
+  for (const auto place : places) values.push_back(all[place]);
+  auto mean = mean_of(values, label);
+  for (size_t i = 0; i < places.size(); ++i) {
+    auto& piece = *pieces[places[i]];
+    if (piece.anchor.defined()) piece.anchor.copy_(mean.wait()[i]);
+    if (reducer) piece.parameter.copy_(mean.wait()[i]);  // in the warm-up ranks train the same parameters
+  }
+  mean.wait();
   steps_exchanged = 0;
   note();
 }

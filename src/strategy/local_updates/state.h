@@ -52,7 +52,8 @@ struct LocalUpdates::State {
   // Adds entries of parameters that begin now, with the mean of their values: they were frozen when `whole` was saved.
   // Collective if there are any.
   void complete(OptimizerState& whole) const;
-  // Restarts from the parameters' present values, as after construction. Waits for exchanges in flight.
+  // Restarts from the parameters' present values, as after construction, where ranks differ from their mean. Waits for
+  // exchanges in flight. Collective.
   void start_afresh();
   // Sets the number of steps; creates the reducer in the warm-up, and removes it afterwards.
   void set_steps(int64_t number);
