@@ -4,9 +4,11 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <optional>
 
+#include "checkpoint/format/crc32.h"
 #include "checkpoint/on_all_ranks.h"
 #include "shoal/error.h"
 
@@ -18,6 +20,8 @@ using Json = nlohmann::json;
 constexpr const char* hook_entry = "hook";
 constexpr const char* orders_entry = "orders";
 constexpr const char* hook_prefix = "hook.";
+constexpr const char* parts_entry = "parts";
+constexpr const char* norm_entry = "norm";
 
 // Reducers of a model share one hook, if any.
 CommunicationHook* hook_of(const std::vector<Reducer*>& reducers) {
@@ -50,7 +54,44 @@ std::vector<LearntOrder> parsed_orders(const std::vector<Reducer*>& reducers, co
   }
 }
 
-void restore_hook(CommunicationHook* hook, const Carried& past) {
+// Checksum of the parts of gradients that a hook sees on this rank. None: it sees whole buckets, whose gradients have their
+// parameters' shapes however they are sharded.
+std::optional<uint32_t> parts_seen(const std::vector<Reducer*>& reducers) {
+  if (hook_of(reducers) == nullptr || !reducers.front()->reduction().plan().hook_point.of_kept) return std::nullopt;
+  std::string text;
+  for (const auto* reducer : reducers) {
+    for (const auto& bucket : reducer->buckets()) {
+      for (const auto& slice : bucket.layout().overlapping(bucket.kept_range())) {
+        const auto& name = reducer->gradients()[bucket.members()[slice.piece]].name;
+        text += fmt::format("{}[{}:{}]\n", name, slice.in_piece.begin, slice.in_piece.end);
+      }
+    }
+  }
+  return crc32(text.data(), text.size());
+}
+
+// Whether a hook has seen other parts of gradients on some rank. Collective.
+bool saw_other_parts(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past) {
+  const auto here = parts_seen(reducers);
+  if (!here) return false;
+  const auto entry = past.values.find(parts_entry);  // older checkpoints have none
+  auto other = at::zeros({1}, at::kByte);
+  if (entry != past.values.end() && *entry != Json(*here)) other.fill_(1);
+  group.all_reduce(other, ReduceOp::max, {-1, -1, "parts of gradients that the hook has seen"}).wait();
+  return other.item<uint8_t>() != 0;
+}
+
+std::optional<double> parsed_norm(const Carried& past) {
+  const auto entry = past.values.find(norm_entry);
+  if (entry == past.values.end()) return std::nullopt;
+  const auto norm = entry->is_number() ? entry->get<double>() : -1;
+  if (!std::isfinite(norm) || norm < 0) {
+    throw CheckpointError(fmt::format("a rank's norm of gradients was not written by shoal: {}", entry->dump()));
+  }
+  return norm;
+}
+
+void restore_hook(CommunicationHook* hook, const Carried& past, bool fits) {
   const auto entry = past.values.find(hook_entry);
   const auto name = entry != past.values.end() && entry->is_string() ? entry->get<std::string>() : "";
   const std::string here = hook != nullptr ? hook->name() : "";
@@ -58,7 +99,7 @@ void restore_hook(CommunicationHook* hook, const Carried& past) {
   if (name != here && !past.values.is_null()) {
     TORCH_WARN("checkpoint: the communication hook was '", name, "', here it is '", here, "', and remembers nothing");
   }
-  if (hook == nullptr || name != here) return;
+  if (hook == nullptr || name != here || !fits) return;
   CommunicationHook::State state;
   for (const auto& [key, tensor] : past.tensors) {
     if (key.starts_with(hook_prefix)) state[key.substr(std::string_view(hook_prefix).size())] = tensor;
@@ -80,16 +121,32 @@ Carried carried_by(const std::vector<Reducer*>& reducers) {
     carried.values[hook_entry] = hook->name();
     for (const auto& [name, tensor] : hook->state()) carried.tensors[hook_prefix + name] = tensor;
   }
+  if (const auto parts = parts_seen(reducers)) carried.values[parts_entry] = *parts;
+  for (const auto* reducer : reducers) {
+    const auto norm = reducer->consumer() != nullptr ? reducer->consumer()->last_norm() : std::nullopt;
+    if (norm) carried.values[norm_entry] = *norm;
+  }
   return carried;
 }
 
-void resume_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past) {
+std::vector<std::string> resume_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past) {
+  const bool fits = !saw_other_parts(group, reducers, past);
   std::vector<LearntOrder> orders;
+  std::optional<double> norm;
   on_all_ranks(group, "checkpoint", [&] {
     if (!past.values.is_null()) orders = parsed_orders(reducers, past);
-    restore_hook(hook_of(reducers), past);
+    norm = parsed_norm(past);
+    restore_hook(hook_of(reducers), past, fits);
   });
   for (size_t i = 0; i < orders.size(); ++i) reducers[i]->resume_from(orders[i]);
+  for (auto* reducer : reducers) {
+    if (reducer->consumer() != nullptr) reducer->consumer()->resume_from(norm);
+  }
+  if (fits) return {};
+  return {
+      fmt::format("the communication hook '{}' has seen gradients of other shards (shard_size, shard_by_parameter or "
+                  "units differ), and remembers nothing",
+                  hook_of(reducers)->name())};
 }
 
 }  // namespace shoal

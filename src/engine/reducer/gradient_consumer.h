@@ -3,6 +3,7 @@
 
 #include <torch/types.h>
 
+#include <optional>
 #include <vector>
 
 namespace shoal {
@@ -21,6 +22,11 @@ class GradientConsumer {
   virtual void take(const std::vector<at::Tensor>& parameters) = 0;
   // Called after the last take(). abandoned: a rank gave the step up, and only buckets issued before that were taken.
   virtual void end_step(bool abandoned) = 0;
+
+  // For checkpoints: the norm of the last step's gradients, equal on all ranks, if the next step may depend on it.
+  virtual std::optional<double> last_norm() const { return std::nullopt; }
+  // Begins as if the last step had had this norm; none: as before the first step.
+  virtual void resume_from(std::optional<double> /*norm*/) {}
 };
 
 }  // namespace shoal

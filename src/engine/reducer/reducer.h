@@ -174,6 +174,7 @@ class Reducer final : private BackwardListener {
   std::vector<Range> owners_of(const Bucket& bucket, int ranks) const;
   // See BucketOrder. Call resume_from() between steps, with the same argument on all ranks.
   std::optional<BucketOrder::Learnt> learnt_order() const { return order_.learnt(); }
+  GradientConsumer* consumer() const { return options_.consumer.get(); }
   void resume_from(const std::optional<BucketOrder::Learnt>& learnt);
 
   // Marks gradients of frozen parameters, the same on all ranks. Buckets with frozen gradients only are not reduced and

@@ -115,6 +115,9 @@ struct OptimizerInBackward::State : public GradientConsumer {
     squares = 0;
   }
 
+  std::optional<double> last_norm() const override { return norm; }
+  void resume_from(std::optional<double> last) override { norm = last; }
+
   // Unscales and clips one bucket's gradients; false: they must not be used.
   bool prepare(const std::vector<at::Tensor>& gradients) {
     if (scaler && scaler->unscale(gradients)) {
