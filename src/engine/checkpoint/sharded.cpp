@@ -31,9 +31,9 @@ CarriedStates ShardedSource::carried() {
 void ShardedSource::begin_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   on_all_ranks(group(), "checkpoint", [&] {
-    for (auto* reducer : reducers()) reducer->require_none_local("a load");
+    for (const auto& module : modules()) module->reducer().require_none_local("a load");
   });
-  for (const auto& module : state_.modules) {
+  for (const auto& module : modules()) {
     module->wait_all();
     // Loaded parameters may be sent from the memory of the sums, and a loaded scaler has another scale.
     module->reducer().spoil_sums(
@@ -45,9 +45,10 @@ void ShardedSource::begin_load(const CarriedStates& past) {
 void ShardedSource::end_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   const auto label = state_.label("loaded parameters");
-  for (const auto& module : state_.modules) module->publish(label);
-  for (const auto& module : state_.modules) module->wait(label, /*at_first_touch=*/false);
-  resume_from(group(), reducers(), past.own);
+  const auto all = modules();
+  for (const auto& module : all) module->publish(label);
+  for (const auto& module : all) module->wait(label, /*at_first_touch=*/false);
+  differences_ = resume_from(group(), reducers(), past.own);
 }
 
 }  // namespace shoal

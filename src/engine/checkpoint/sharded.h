@@ -16,16 +16,20 @@ class ShardedSource : public CheckpointSource {
   CarriedStates carried() override;
   void begin_load(const CarriedStates& past) override;
   void end_load(const CarriedStates& past) override;
+  std::vector<std::string> differences() const override { return differences_; }
 
  protected:
-  // Adds tensors that no optimizer updates.
+  // Adds tensors that no optimizer updates, or that another one does.
   virtual void add_others(CheckpointView& view) = 0;
+  // Modules of which a load writes parameters.
+  virtual std::vector<std::shared_ptr<ShardedModule>> modules() const { return state_.modules; }
 
  private:
   std::vector<Reducer*> reducers() const;
 
   torch::optim::Optimizer& optimizer_;
   ShardedOptimizerCore::State& state_;
+  std::vector<std::string> differences_;  // of the last load
 };
 
 }  // namespace shoal

@@ -3,8 +3,12 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
 
 #include "engine/checkpoint/names.h"
+#include "module/walk.h"
 #include "strategy/fsdp/source.h"
 
 namespace shoal {
@@ -26,12 +30,52 @@ std::string name_of(ShardingStrategy strategy) {
   return "fsdp";
 }
 
-NamedSlice slice_of(const NamedTensor& entry, const Range& range, at::Tensor values) {
-  return {.name = entry.name,
-          .shape = entry.tensor.sizes().vec(),
+NamedSlice slice_of(std::string name, const at::Tensor& parameter, const Range& range, at::Tensor values) {
+  return {.name = std::move(name),
+          .shape = parameter.sizes().vec(),
           .range = range,
           .values = std::move(values),
-          .order = memory_order(entry.tensor)};
+          .order = memory_order(parameter)};
+}
+
+// Names of parameters in the module that is saved, of which a wrapper inside knows only the last part.
+using Names = std::map<const c10::TensorImpl*, std::string>;
+
+Names names_in(const torch::nn::Module& module) {
+  Names names;
+  for (const auto& entry : walk(module, {}).parameters) names.emplace(entry.tensor.unsafeGetTensorImpl(), entry.name);
+  return names;
+}
+
+// Every rank lists every parameter, and the elements that it owns.
+void add_frozen(const FullyShardedCore::Shards& shards, const Names& names, std::vector<NamedSlice>& slices) {
+  const auto add = [&](const at::Tensor& parameter, const Range& range, at::Tensor values) {
+    slices.push_back(slice_of(names.at(parameter.unsafeGetTensorImpl()), parameter, range, std::move(values)));
+  };
+  for (const auto& frozen : shards.frozen) {
+    for (const auto& entry : frozen.parameters) {
+      const auto dtype = frozen.copies.defined() ? at::kFloat : entry.tensor.scalar_type();
+      add(entry.tensor, {}, at::empty({0}, dtype));
+    }
+    for (const auto& piece : frozen.pieces) {
+      add(frozen.parameters[piece.slice.piece].tensor, piece.slice.in_piece, piece.values());
+    }
+  }
+}
+
+// The same of parameters that an optimizer of their own updates, in its precision.
+void add_trainable(const ShardedModule& module, const Names& names, std::vector<NamedSlice>& slices) {
+  std::string listed;
+  for (const auto& piece : module.state_pieces("")) {
+    const auto& name = names.at(piece.parameter.unsafeGetTensorImpl());
+    const auto dtype = has_copy(piece.parameter) ? at::kFloat : piece.parameter.scalar_type();
+    if (std::exchange(listed, name) != name) {
+      slices.push_back(slice_of(name, piece.parameter, {}, at::empty({0}, dtype)));
+    }
+    if (piece.owner != module.shard().rank() || !piece.updated.defined()) continue;
+    const auto values = piece.updated.detach();
+    slices.push_back(piece.whole() ? whole_slice(name, values) : slice_of(name, piece.parameter, piece.range, values));
+  }
 }
 
 }  // namespace
@@ -42,7 +86,9 @@ std::string FullyShardedSource::strategy() const {
 
 // Where ranks share memory, each has a copy of its own within the scope, which counts at its end.
 void FullyShardedSource::require_own_values() const {
-  if (!shards_.hold) return;
+  const auto within = shards_within();
+  const auto held = [](const Shards* shards) { return shards->hold.has_value(); };
+  if (!shards_.hold && std::none_of(within.begin(), within.end(), held)) return;
   throw UsageError(
       "FullyShardedDataParallel: a checkpoint within summon_full_params(): save and load outside of it; save_module() "
       "within "
@@ -54,17 +100,45 @@ void FullyShardedSource::end_load(const CarriedStates& past) {
   ShardedSource::end_load(past);
   for (const auto& [buffer, copy] : converted_) at::Tensor(buffer).copy_(copy);
   const Label label{-1, -1, "loaded parameters"};
-  for (const auto& frozen : shards_.frozen) {
-    for (const auto& piece : frozen.pieces) {
-      if (piece.exact.defined()) at::Tensor(piece.elements).copy_(piece.exact);
+  auto all = shards_within();
+  all.push_back(&shards_);
+  for (const auto* shards : all) {
+    for (const auto& frozen : shards->frozen) {
+      for (const auto& piece : frozen.pieces) {
+        if (piece.exact.defined()) at::Tensor(piece.elements).copy_(piece.exact);
+      }
+      frozen.gather->publish(label);
     }
-    frozen.gather->publish(label);
   }
-  for (const auto& frozen : shards_.frozen) frozen.gather->wait(label);
+  for (const auto* shards : all) {
+    for (const auto& frozen : shards->frozen) frozen.gather->wait(label);
+  }
 }
 
-// Frozen parameters are sharded, too; ignored ones are whole on every rank, which may have its own values.
+std::vector<FullyShardedSource::Shards*> FullyShardedSource::shards_within() const {
+  std::vector<Shards*> list;
+  if (shards_of_ == nullptr) return list;
+  for (auto* wrapper : parallel_.wrappers_within()) list.push_back(&shards_of_(*wrapper));
+  return list;
+}
+
+std::vector<std::shared_ptr<ShardedModule>> FullyShardedSource::modules() const {
+  auto list = ShardedSource::modules();
+  for (const auto* shards : shards_within()) list.push_back(shards->module);
+  return list;
+}
+
+// Frozen parameters are sharded, too, and so are those of wrappers inside, of which this rank may not have all in memory.
+// Ignored ones are whole on every rank, which may have its own values.
 void FullyShardedSource::add_others(CheckpointView& view) {
+  const auto names = names_in(*parallel_.module());
+  std::vector<NamedSlice> sharded;
+  add_frozen(shards_, names, sharded);
+  for (const auto* shards : shards_within()) {
+    shards->module->adopt_changes({-1, -1, "replaced parameters"});
+    add_trainable(*shards->module, names, sharded);
+    add_frozen(*shards, names, sharded);
+  }
   add_rest(view, *parallel_.module());
   for (const auto* list : {&view.rest, &view.buffers}) {
     for (const auto& slice : *list) {
@@ -72,17 +146,12 @@ void FullyShardedSource::add_others(CheckpointView& view) {
     }
   }
   give_buffers_their_dtypes(view);
-  std::erase_if(view.rest, [&](const NamedSlice& slice) { return is_sharded_here(slice.name); });
-  for (const auto& frozen : shards_.frozen) {
-    // Every rank lists all of them.
-    for (const auto& entry : frozen.parameters) {
-      const auto dtype = frozen.copies.defined() ? at::kFloat : entry.tensor.scalar_type();
-      view.rest.push_back(slice_of(entry, {}, at::empty({0}, dtype)));
-    }
-    for (const auto& piece : frozen.pieces) {
-      view.rest.push_back(slice_of(frozen.parameters[piece.slice.piece], piece.slice.in_piece, piece.values()));
-    }
+  std::set<std::string> listed;
+  for (const auto& slice : sharded) listed.insert(slice.name);
+  for (auto* list : {&view.rest, &view.buffers}) {
+    std::erase_if(*list, [&](const NamedSlice& slice) { return listed.contains(slice.name); });
   }
+  view.rest.insert(view.rest.end(), sharded.begin(), sharded.end());
 }
 
 // Buffers have another dtype in memory with buffer_dtype.
@@ -106,17 +175,9 @@ bool FullyShardedSource::is_ignored(const std::string& name) const {
          std::any_of(options.ignored_modules.begin(), options.ignored_modules.end(), within);
 }
 
-bool FullyShardedSource::is_sharded_here(const std::string& name) const {
-  for (const auto& frozen : shards_.frozen) {
-    for (const auto& entry : frozen.parameters) {
-      if (entry.name == name) return true;
-    }
-  }
-  return false;
-}
-
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer) {
-  return std::make_shared<FullyShardedSource>(parallel, *parallel.shards_, optimizer, optimizer.state());
+  const auto shards_of = [](FullyShardedCore& wrapper) -> FullyShardedCore::Shards& { return *wrapper.shards_; };
+  return std::make_shared<FullyShardedSource>(parallel, *parallel.shards_, optimizer, optimizer.state(), shards_of);
 }
 
 }  // namespace shoal

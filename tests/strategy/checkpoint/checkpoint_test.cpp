@@ -56,7 +56,8 @@ TEST(TrainingCheckpoint, BEY05_OSS07_MEG11_FSDP17_every_tensor_stays_through_a_c
 // Strategies, some of them with hooks.
 std::vector<std::string> resumed() {
   auto names = test::all_strategies();
-  names.insert(names.end(), {"ddp_powersgd", "zero1_int8", "zero2_topk", "megatron_int8", "fsdp_topk"});
+  names.insert(names.end(),
+               {"ddp_powersgd", "zero1_int8", "zero2_topk", "megatron_int8", "fsdp_topk", "fsdp_hybrid_topk"});
   return names;
 }
 
