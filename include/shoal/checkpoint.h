@@ -109,7 +109,8 @@ struct SaveOptions {
 
 // Saves to RUN/step-N. All ranks must see the folder, and training must be between steps. Each rank writes only what it
 // owns; replicated tensors are distributed over the ranks. The checkpoint appears atomically and is on disk when it
-// does; then `latest` is updated to its name. Parameters with float32 main copies are saved in float32. Collective.
+// does; then `latest` is updated to its name. A file or folder of that name that is no checkpoint is not replaced:
+// CheckpointError. Parameters with float32 main copies are saved in float32. Collective.
 // Throws on every rank: CheckpointError for file errors (training can continue), UsageError, DisagreeError if the ranks
 // pass different steps, CommError.
 void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options = {});
@@ -136,15 +137,15 @@ struct Loaded {
   bool exact = false;      // same strategy and number of ranks, and no differences: training continues as if it had not
                            // been interrupted
   std::string position{};  // position that this rank passed to save(); with another number of ranks, that of rank 0
-  // Differences in options of param groups, schedules and scaler between the checkpoint and the training; one sentence
-  // each.
+  // Differences in options of param groups, schedules and scaler between the checkpoint and the training, and parameters
+  // that were not trained there, whose optimizer state begins anew; one sentence each.
   std::vector<std::string> differences{};
 };
 
 // Loads a checkpoint of any strategy and number of ranks. `path`: the folder of a run (its latest checkpoint), a
 // checkpoint, a safetensors file, a Hugging Face folder, or a .pt file of Python's torch.save. Of a .pt file only tensors
 // are read: those of a state_dict under their names, those of dictionaries and lists in it as "model.fc.weight"; no code
-// runs. Each rank reads what it owns. A tied tensor may have several names there if the values are equal. Floating-point values
+// runs. Each rank reads what it owns. A tied tensor may have any of its names there, or several if the values are equal. Floating-point values
 // are converted to the dtype of their destination. Param groups get the options that their parameters had, even if the
 // groups were different; exceptions, and options that LoadOptions exclude, are listed in `differences` (with a warning,
 // unless they were excluded). The state of random number generators, and buffers that differ between ranks, are

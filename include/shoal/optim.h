@@ -92,8 +92,8 @@ struct AccumAdamParamState : public torch::optim::OptimizerCloneableParamState<A
 //   p -= lr * (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)       t = ceil(step / accum_iter)
 //
 // and every accum_iter-th step updates m and v with the mean. Each step thus reacts to its own gradient, while the
-// moments have the noise of a batch that is accum_iter times as large. With accum_iter 1 it equals Adam and has the
-// fields of Adam's state. Weight decay is added to a copy of the gradient.
+// moments have the noise of a batch that is accum_iter times as large. With accum_iter 1 it equals Adam. It loads
+// Adam's state; its own has accum_grad besides. Weight decay is added to a copy of the gradient.
 //
 // Element-wise: supports shards of parameters. Gradients must be dense and parameters floating point; otherwise step()
 // throws UsageError and changes nothing.
