@@ -22,7 +22,8 @@ struct DistributedDataParallelOptions {
   bool broadcast_buffers = true;        // broadcast rank 0's buffers before each synchronising forward, and before
                                         // the first forward of an evaluation after a step
   bool find_unused_parameters = false;  // allow parameters that no rank uses in a step; walks the graph
-  bool static_graph = false;            // every step uses the graph of the first; required for activation checkpointing
+  bool static_graph = false;            // every step uses the graph of the first; required where a block
+                                        // is used several times and recomputed by a backward of its own
   // Accumulate and reduce gradients of 16-bit parameters in float32. grad() is float32 under no_sync() and rounded to
   // the parameter's dtype after the reduction.
   bool grad_reduce_in_fp32 = false;

@@ -24,7 +24,8 @@ Behaviours programs_gans();
 Behaviours programs_gradients();
 Behaviours programs_sequences();
 Behaviours programs_transfer();
-Behaviours weighing();  // weights, Join, loss scales
+Behaviours weighing();     // weights, Join, loss scales
+Behaviours recomputing();  // activation checkpoints with a backward of their own
 
 // All behaviours.
 const Behaviours& behaviours();

@@ -133,7 +133,9 @@ const Exceptions& of_decentralized() {
           {Exception::lacks, {"param groups"}}) +
       all({"a_module_replaced_and_given_to_the_optimizer", "a_parameter_registered_between_steps"},
           {Exception::lacks, {"an optimizer to step"}}) +
-      of_wrapped() + of_sole_wrappers() + all({"unequal_numbers_of_batches"}, {Exception::lacks, {"Join"}}) +
+      of_wrapped() + of_sole_wrappers() +
+      all({"unequal_numbers_of_batches", "recomputed_last_layers_and_unequal_numbers_of_batches"},
+          {Exception::lacks, {"Join"}}) +
       all(gradients_read(),
           {Exception::refused, {" takes the gradient of parameter ", "has used for its update", "clip_grad"}}) +
       all({"one_gradient_zeroed_by_hand", "zero_grad_of_a_sub_module_to_zero_then_step",
@@ -381,9 +383,12 @@ const Exceptions& of_shard_gossip() {
 const Exceptions& of_local_updates() {
   static const Exceptions list =
       of_wrapped() + of_all() +
-      all({"unequal_shares_with_weights", "unequal_shares_with_weights_accumulated"},
+      all({"unequal_shares_with_weights", "unequal_shares_with_weights_accumulated",
+           "recomputed_last_layers_with_weights", "recomputed_last_layers_with_weights_accumulated",
+           "a_recomputed_loss_with_weights"},
           {Exception::lacks, {"a backward with a weight"}}) +
-      all({"unequal_numbers_of_batches"}, {Exception::lacks, {"step(false)"}}) +
+      all({"unequal_numbers_of_batches", "recomputed_last_layers_and_unequal_numbers_of_batches"},
+          {Exception::lacks, {"step(false)"}}) +
       all({"a_loss_scale_with_inf_on_one_rank"}, {Exception::differs, {"that rank alone does not update"}, 2}) +
       all({"to_float_for_good"}, {Exception::refused, {"LocalUpdates: parameter first.weight"}}) +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias"}}) +

@@ -3,7 +3,9 @@
 #include "engine/gradients/backward_tracker.h"
 
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 
+#include <functional>
 #include <string>
 
 #include "shoal/error.h"
@@ -150,6 +152,97 @@ TEST(BackwardTracker, gradients_that_no_forward_reaches_are_taken_once) {
   tracked.tracker->inspect({tracked.of(0) * 2});
   tracked.tracker->inspect({tracked.of(1) * 2});
   EXPECT_TRUE(tracked.tracker->take_unreached().empty()) << "one of two forwards reaches each";
+}
+
+// x, with a backward that runs another one: of the sum of what `inner` returns.
+struct Nested : torch::autograd::Function<Nested> {
+  using Inner = std::function<at::Tensor()>;
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Inner* inner) {
+    context->saved_data["inner"] = reinterpret_cast<int64_t>(inner);
+    return x * 1;
+  }
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext* context,
+                                               torch::autograd::tensor_list grads) {
+    const torch::AutoGradMode enabled(true);
+    (*reinterpret_cast<Inner*>(context->saved_data["inner"].toInt()))().sum().backward();
+    return {grads[0], at::Tensor()};
+  }
+};
+
+TEST(BackwardTracker, DDP08_a_backward_run_by_a_node_of_another_is_a_part_of_it) {
+  for (const bool local : {false, true}) {
+    Tracked tracked;
+    if (local) tracked.next = Phase::local;
+    const auto strings = [&](Told told) {
+      if (local) std::erase(told, "complete");
+      told.push_back(local ? "end local" : "end");
+      return told;
+    };
+    const Nested::Inner of_b = [&] { return tracked.of(1) * 2; };
+    const Nested::Inner deeper = [&] { return Nested::apply(tracked.of(0) * 1, &of_b); };
+    for (int step = 0; step < 2; ++step) {
+      EXPECT_EQ(tracked.backward(Nested::apply(tracked.of(0) * 3, &of_b).sum()),
+                strings({"begin", "arriving b", "arrived b", "complete", "arriving a", "arrived a", "complete"}));
+      EXPECT_EQ(tracked.backward(Nested::apply(at::ones({2}).requires_grad_(), &of_b).sum()),
+                strings({"begin", "arriving b", "arrived b", "complete"}))
+          << "no gradient is left for the outer one";
+      EXPECT_EQ(tracked.backward(Nested::apply(at::ones({2}).requires_grad_(), &deeper).sum()),
+                strings({"begin", "arriving b", "arrived b", "complete", "arriving a", "arrived a", "complete"}));
+      EXPECT_EQ(tracked.tracker->phase(), Phase::idle);
+    }
+  }
+}
+
+TEST(BackwardTracker, DDP08_a_backward_that_reaches_the_outputs_of_forward_is_no_part_of_another) {
+  Tracked tracked;
+  const Nested::Inner step = [&] {
+    const auto output = tracked.of(1) * 2;
+    tracked.tracker->inspect({output});
+    return output;
+  };
+  EXPECT_EQ(tracked.backward(Nested::apply(at::ones({2}).requires_grad_(), &step).sum()),
+            (Told{"begin", "arriving b", "arrived b", "complete", "end"}));
+  bool ended = false;
+  const auto x = at::ones({2}).requires_grad_();
+  x.register_hook([&](const at::Tensor&) { ended = tracked.told.back() == "end"; });
+  tracked.backward(Nested::apply(x, &step).sum());
+  EXPECT_TRUE(ended);
+}
+
+TEST(BackwardTracker, DDP08_a_gradient_that_comes_again_begins_another_step_if_the_listener_splits) {
+  for (const bool splits : {true, false}) {
+    Tracked tracked({.splits = splits});
+    const Nested::Inner of_b = [&] { return tracked.of(1) * 2; };
+    auto expected = Told{"begin", "arriving b", "arrived b", "complete"};
+    if (splits) expected.insert(expected.end(), {"end", "begin"});
+    expected.insert(expected.end(),
+                    {"arriving b", "arrived b", "complete", "arriving a", "arrived a", "complete", "end"});
+    const auto x = tracked.of(0) * 3;
+    EXPECT_EQ(tracked.backward(Nested::apply(Nested::apply(x, &of_b), &of_b).sum()), expected);
+  }
+}
+
+TEST(BackwardTracker, DDP08_an_outer_backward_that_failed_is_followed_by_a_refusal) {
+  Tracked tracked;
+  const Nested::Inner of_b = [&] { return tracked.of(1) * 2; };
+  bool first = true;
+  const auto x = at::ones({2}).requires_grad_();
+  x.register_hook([&](const at::Tensor&) {
+    if (std::exchange(first, false)) throw std::runtime_error("fails");
+  });
+  EXPECT_ANY_THROW(tracked.backward(Nested::apply(x, &of_b).sum()));
+  EXPECT_EQ(tracked.told, (Told{"begin", "arriving b", "arrived b", "complete"}));
+  const auto text = test::refusal([&] { tracked.backward(Nested::apply(x, &of_b).sum()); });
+  EXPECT_NE(text.find("the last backward failed in the middle of a step"), std::string::npos) << text;
+  tracked.tracker->enter(Phase::idle);  // abandoned
+  EXPECT_EQ(tracked.backward(Nested::apply(x, &of_b).sum()),
+            (Told{"begin", "arriving b", "arrived b", "complete", "end"}));
+}
+
+TEST(BackwardTracker, DDP06_a_forward_without_known_outputs_may_reach_all) {
+  Tracked tracked({.find_unused_parameters = true});
+  tracked.tracker->inspect({});
+  EXPECT_TRUE(tracked.tracker->take_unreached().empty());
 }
 
 TEST(BackwardTracker, tells_nothing_once_detached) {

@@ -20,6 +20,33 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
 
 }  // namespace
 
+// Watches a backward from one of its final callbacks, which autograd keeps until that backward is over, whether it succeeds or
+// throws. A backward that a node of another one has run (a recomputed block) is destroyed within that node: there, the
+// watch passes to the outer one. libtorch exports no depth of a backward.
+class BackwardTracker::Watch {
+ public:
+  Watch(BackwardTracker& tracker, Until until) : tracker_(tracker), until_(until), alive_(tracker.alive_) {}
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+  ~Watch() {
+    // Without an outer backward on this thread the step stays open, and the next backward is refused.
+    if (!passes_ || alive_.expired() || !in_backward()) return;
+    const auto held = tracker_.lock();
+    tracker_.follow(until_);
+  }
+  // Called at the end of the backward. Whether the watch passes to an outer one, whose node is at work.
+  bool passes() {
+    passes_ = until_ == Until::outermost && torch::autograd::get_current_node();
+    return passes_;
+  }
+
+ private:
+  BackwardTracker& tracker_;
+  Until until_;
+  std::weak_ptr<bool> alive_;
+  bool passes_ = false;
+};
+
 BackwardTracker::BackwardTracker(const std::vector<Gradient>& gradients, const Options& options,
                                  BackwardListener& listener)
     : gradients_(gradients),
@@ -42,17 +69,19 @@ void BackwardTracker::note_forward() {
 void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached) {
   if (options_.find_unused_parameters) {
     if (!reached_) reached_.emplace(gradients_.size());
+    // No tensor: they lie in a type that nobody has specialised OutputTensors for, or in an argument.
+    if (outputs.empty()) reached_->assign(gradients_.size(), true);
     mark_reachable(outputs, hooks_->numbers(), *reached_);
   }
-  // A recomputed block runs a backward of its own inside the outer one. The step ends with the outer one, and the
-  // gradient of an output is the first thing that the outer one computes.
+  // A recomputed block runs a backward of its own inside the outer one. The step ends with the one that computes the gradient
+  // of an output.
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([this, reached, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
       if (reached) *reached = true;
       if (alive.expired()) return;
       const auto held = lock();
-      in_autograd([&] { watch(); });
+      in_autograd([&] { watch(Until::this_one); });
     });
   }
 }
@@ -67,14 +96,28 @@ std::vector<size_t> BackwardTracker::take_unreached() {
   return list;
 }
 
-// The end of the outermost backward ends the step, if a parameter's gradient has begun one by then
-// (torch::autograd::grad reaches none). The token dies with the backward, whether it succeeds or throws.
-void BackwardTracker::watch() {
+// The end of the backward ends the step, if a parameter's gradient has begun one by then (torch::autograd::grad reaches
+// none).
+void BackwardTracker::watch(Until until) {
   if (!under_way_.expired()) return;
   require_no_failed_backward();
-  const auto token = std::make_shared<int>();
-  under_way_ = token;
-  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { in_autograd([&] { end(); }); });
+  recomputes_ = false;
+  follow(until);
+}
+
+void BackwardTracker::follow(Until until) {
+  const auto watch = std::make_shared<Watch>(*this, until);
+  under_way_ = watch;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, watch] { in_autograd([&] { ended(*watch); }); });
+}
+
+void BackwardTracker::ended(Watch& watch) {
+  const auto held = lock();
+  if (watch.passes()) {
+    recomputes_ = true;
+  } else {
+    end();
+  }
 }
 
 void BackwardTracker::begin() {
@@ -82,7 +125,7 @@ void BackwardTracker::begin() {
   const torch::NoGradGuard no_grad;
   // A rank without samples begins its step outside of autograd.
   if (in_backward()) {
-    watch();
+    watch(Until::outermost);
   } else {
     require_no_failed_backward();
   }
@@ -136,6 +179,9 @@ void BackwardTracker::arriving(size_t gradient) {
       passed_by_ = {torch::autograd::get_current_graph_task_id(), gradient};
       return;
     }
+    begin();
+  } else if (options_.splits && recomputes_ && phase_ == Phase::running && arrivals_[gradient] > 0) {
+    listener_.end_backward();
     begin();
   }
   listener_.arriving(gradient);

@@ -39,6 +39,8 @@ class BackwardTracker {
     bool find_unused_parameters = false;
     bool static_graph = false;
     bool open = false;  // see ForwardTurns
+    // Where a recomputed block computes a gradient again, a step ends before it, and another begins. False: it is counted again.
+    bool splits = false;
   };
 
   // The references must outlive this object.
@@ -57,7 +59,8 @@ class BackwardTracker {
   // Walks the graph of a forward that will be synchronised, and hooks its outputs.
   // reached: set to true when a backward reaches an output; nullptr: nothing.
   void inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached = nullptr);
-  // With find_unused_parameters: gradients that no graph inspected since the last call reaches. Empty otherwise.
+  // With find_unused_parameters: gradients that no graph inspected since the last call reaches. Empty otherwise. A forward without
+  // known outputs may reach all.
   std::vector<size_t> take_unreached();
 
   // Begin and end of a backward that reaches no gradient, for a rank without samples. UsageError if a backward that
@@ -85,7 +88,11 @@ class BackwardTracker {
   bool attached() const { return hooks_.has_value(); }
 
  private:
-  void watch();
+  class Watch;
+  enum class Until { this_one, outermost };
+  void watch(Until until);
+  void follow(Until until);
+  void ended(Watch& watch);
   void require_no_failed_backward() const;
   void require_own_forward() const;
   void arriving(size_t gradient);
@@ -98,7 +105,8 @@ class BackwardTracker {
 
   std::recursive_mutex mutex_;
   Phase phase_ = Phase::idle;
-  std::weak_ptr<void> under_way_;             // token of the outermost backward that was seen to begin
+  std::weak_ptr<void> under_way_;             // Watch of the backward whose end ends the step
+  bool recomputes_ = false;                   // a node of it has run the first backward of the step
   std::optional<std::vector<bool>> reached_;  // reached by some forward's graph
   std::vector<int> arrivals_;                 // arrivals per gradient in this backward
   std::vector<size_t> order_;

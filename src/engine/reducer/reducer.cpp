@@ -49,10 +49,13 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       last_(gradients_.size()),
       accumulated_(gradients_, buckets_,
                    {options.gradient_as_bucket_view, options.about_sums, reduction_->plan().everywhere()}),
-      tracker_(
-          gradients_,
-          {options.find_unused_parameters, options.static_graph, reduction_->plan().everywhere() && !options.consumer},
-          *this) {
+      tracker_(gradients_,
+               {.find_unused_parameters = options.find_unused_parameters,
+                .static_graph = options.static_graph,
+                .open = reduction_->plan().everywhere() && !options.consumer,
+                .splits = (options.find_unused_parameters || options.accept_unused) && !options.static_graph &&
+                          !options.consumer},
+               *this) {
   if (options_.consumer) spent_.emplace(gradients_, options_.name_of_consumer, options_.about_sums);
   build_as_registered();
 }
@@ -118,9 +121,10 @@ void Reducer::begin_backward() {
   check_last_step();
   callbacks.before_backward();
   callbacks.before_writing();
-  if (!weighted_backward_) adopt_changes();
+  const bool weighted = weighing_ != Weighing::none;
+  if (!weighted) adopt_changes();
   const bool in_backward = BackwardTracker::in_backward();
-  if (accumulated_.weight() && !weighted_backward_ && in_backward) {
+  if (accumulated_.weight() && !weighted && in_backward) {
     throw UsageError(
         "this step has backwards with and without a weight: pass a weight to all of its micro-batches, or to none");
   }
@@ -158,15 +162,25 @@ void Reducer::count_arrival(size_t gradient) {
                     name));
   }
   if (!tracker_.count(gradient)) return;
-  if (step_->schedule.is_ready(gradient)) {
+  if (step_->schedule.is_ready(gradient)) refuse_again(gradient);
+  mark_ready(gradient);
+}
+
+void Reducer::refuse_again(size_t gradient) const {
+  const auto& name = gradients_[gradient].name;
+  if (tracker_.arrivals()[gradient] == 1) {
     throw UsageError(fmt::format(
-        "backward computed the gradient of {} again after its reduction had begun. If a block is recomputed "
-        "in backward, set static_graph and unset find_unused_parameters (in Python, or checkpoint with "
-        "use_reentrant=False); if a loss does not depend on the "
-        "outputs of forward, unset find_unused_parameters",
+        "backward computed the gradient of {}, which no output of forward depends on: its reduction had begun. "
+        "Unset find_unused_parameters, or compute the loss from the outputs of forward; where forward "
+        "returns a type of your own, specialise shoal::OutputTensors for it, which finds its tensors",
         name));
   }
-  mark_ready(gradient);
+  const std::string static_graph = "set static_graph and unset find_unused_parameters";
+  throw UsageError(fmt::format(
+      "backward computed the gradient of {} again after its reduction had begun, as it does for a block that "
+      "is used several times and recomputed by a backward of its own: {} (in Python, or checkpoint with "
+      "use_reentrant=False)",
+      name, options_.about_repeats.empty() ? static_graph : options_.about_repeats));
 }
 
 void Reducer::mark_ready(size_t gradient) {

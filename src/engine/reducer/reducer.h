@@ -32,6 +32,8 @@ struct ReducerOptions {
   // follows "<operator> takes the gradient of parameter p, ".
   std::string about_sums{};
   bool accept_unused = false;  // parameters that no rank used are not an error
+  // For errors: what to do where a backward computes gradients more than once, if there is no option static_graph.
+  std::string about_repeats{};
   BucketSchedule::Limits limits{};
   // Consumes the means within backward; needs a reduction with ReductionPlan::consumed.
   std::shared_ptr<GradientConsumer> consumer{};
@@ -210,6 +212,8 @@ class Reducer final : private BackwardListener {
 
   // reducer.cpp: arrival of gradients
   void adopt_changes();
+  void end_weighted_backward();
+  [[noreturn]] void refuse_again(size_t gradient) const;
   void begin_step(Step::From from);
   void count_arrival(size_t gradient);
   void mark_ready(size_t gradient);
@@ -268,7 +272,8 @@ class Reducer final : private BackwardListener {
   BucketOrder order_;
   std::vector<int64_t> first_bucket_bytes_;
 
-  bool weighted_backward_ = false;
+  enum class Weighing { none, under_way, spent };  // spent: a step of the backward with a weight has ended
+  Weighing weighing_ = Weighing::none;
   StepEntry entry_;
   std::optional<Step> step_;  // while a step runs
   LastStep last_;

@@ -20,8 +20,8 @@ void Reducer::check_last_step() {
   if (last_.unused_names.empty()) return;
   const auto names = std::exchange(last_.unused_names, {});
   throw UsageError(
-      fmt::format("no rank computed a gradient for {} in the last step. If a block is recomputed in backward, set "
-                  "static_graph; if one forward has several backwards (of different outputs), call all but the last "
+      fmt::format("no rank computed a gradient for {} in the last step. If one forward has several backwards (of "
+                  "different outputs), call all but the last "
                   "under no_sync(), or set find_unused_parameters; else use these parameters in the loss, freeze them "
                   "(requires_grad_(false)) or ignore them, or set find_unused_parameters",
                   fmt::join(names, ", ")));
@@ -36,7 +36,7 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
   if (!running()) adopt_changes();
   const auto before = accumulated_.weight();
   accumulated_.add_weight(weight);
-  weighted_backward_ = true;
+  weighing_ = Weighing::under_way;
   try {
     if (has_graph) {
       loss_sum.backward();
@@ -44,11 +44,16 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
       reduce_now();
     }
   } catch (...) {
-    weighted_backward_ = false;
+    end_weighted_backward();
     callbacks.synchronises() ? mark_failed() : accumulated_.set_weight(before);
     throw;
   }
-  weighted_backward_ = false;
+  end_weighted_backward();
+}
+
+void Reducer::end_weighted_backward() {
+  const auto weighing = std::exchange(weighing_, Weighing::none);
+  if (weighing == Weighing::spent) accumulated_.set_weight(std::nullopt);
 }
 
 void Reducer::reduce_now() {

@@ -176,7 +176,11 @@ void Reducer::close_step() {
   tracker_.enter(BackwardTracker::Phase::idle);
   step_.reset();
   if (!std::exchange(entry_, {}).holding) {
+    // A backward of several steps (BackwardTracker::Options::splits) has one weight, which counts in each.
+    if (weighing_ != Weighing::none) weighing_ = Weighing::spent;
+    const auto weight = weighing_ == Weighing::spent ? accumulated_.weight() : std::nullopt;
     accumulated_.forget();
+    accumulated_.set_weight(weight);
   }
   accumulated_.unmark();
   buckets_.drop_spare();

@@ -185,6 +185,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
           "wrapper or the optimizer's clip_grad, scale losses by its option scaler (in Python also with "
           "shoal.amp.GradScaler), drop it with zero_grad(), update with FullyShardedOptimizer",
       .accept_unused = true,
+      .about_repeats =
+          "under no_sync(), call backward(loss_sum, weight) of the wrapper, and after it, outside, backward({}, 0)",
       .limits = bucket_limits(small)};
   // Bounded, because a rank that waits gathers no pages, and the rank it waits for may need it to gather one.
   if (!present) reducer_options.limits.patience = std::chrono::seconds(2);

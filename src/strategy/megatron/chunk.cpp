@@ -83,6 +83,7 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Sh
                                 ReducerOptions{.find_unused_parameters = true,
                                                .leave_grad = false,
                                                .about_sums = about_sums(options),
+                                               .about_repeats = "set overlap_grad_reduce to false",
                                                .timers = options.overlap_grad_reduce ? options.timers : nullptr},
                                 std::move(reduction));
   std::vector<std::unique_ptr<ParameterGather>> gathers;

@@ -279,6 +279,7 @@ void ShardedDataParallelCore::share() {
            "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
            "clip_grad_norm() of OSS, unscale it by OSS's step(scaler) (in Python with shoal.amp.GradScaler), read it "
            "on that rank, drop it with zero_grad(), update with OSS",
+       .about_repeats = "call this backward under no_sync(), and reduce() after it",
        .limits = bucket_limits(small)},
       std::move(reduction));
   move_sums(groups.shard, *state.reducer, old_owners, sharding_->owners, left);

@@ -132,7 +132,7 @@ TEST(DdpIdioms, DDP07_two_backwards_of_one_forward_work_as_the_error_says) {
     const auto [left, right] = parallel.forward(batch(group().rank(), 0));
     left.backward();
     const auto text = refusal([&, last = right] { last.backward(); });
-    for (const auto* part : {"right.weight", "no_sync()", "find_unused_parameters", "static_graph"}) {
+    for (const auto* part : {"right.weight", "no_sync()", "find_unused_parameters"}) {
       EXPECT_NE(text.find(part), std::string::npos) << text;
     }
   }
@@ -200,11 +200,59 @@ TEST(DdpIdioms, DDP08_blocks_that_are_recomputed_once_need_no_static_graph) {
       EXPECT_EQ(parallel.step(), step + 1);
     }
   }
-  // Outside the wrapper, the inner backward cannot be told from the outer one.
-  const auto model = std::make_shared<BlocksImpl>(true);
-  DistributedDataParallel<BlocksImpl> parallel(model, group());
-  const auto text = refusal([&] { mean_loss(model->forward(batch(group().rank(), 0))).backward(); });
-  EXPECT_LT(text.find("static_graph"), text.find("find_unused_parameters")) << text;
+}
+
+// No output of the wrapper's forward tells where the outer backward begins.
+TEST(DdpIdioms, DDP08_a_forward_of_the_module_may_recompute_its_blocks) {
+  for (const auto& options : {Options{}, Options{.static_graph = true}, Options{.find_unused_parameters = true}}) {
+    const auto model = std::make_shared<BlocksImpl>(true);
+    DistributedDataParallel<BlocksImpl> parallel(model, group(), options);
+    for (int64_t step = 0; step < 3; ++step) {
+      model->zero_grad();
+      const double weight = group().rank() + 1;
+      parallel.backward(mean_loss(model->forward(batch(group().rank(), step))) * weight, weight);
+      BlocksImpl reference(false);
+      double all = 0;
+      for (int rank = 0; rank < group().size(); ++rank) all += rank + 1;
+      for (int rank = 0; rank < group().size(); ++rank) {
+        (mean_loss(reference.forward(batch(rank, step))) * (rank + 1) / all).backward();
+      }
+      ASSERT_LT(difference(gradients(*model), gradients(reference)), 1e-12) << step;
+      EXPECT_EQ(parallel.step(), step + 1);
+    }
+  }
+}
+
+// Each block's gradients come more than once, of inner backwards: of a loss in parts, of a layer used again.
+TEST(DdpIdioms, DDP08_a_block_recomputed_several_times_works_or_is_refused_with_what_to_do) {
+  const auto run = [](const Options& options, auto&& check) {
+    const auto model = std::make_shared<BlocksImpl>(true);
+    DistributedDataParallel<BlocksImpl> parallel(model, group(), options);
+    const auto loss = [&](BlocksImpl& module, int rank, int64_t step) {
+      auto x = batch(rank, step).requires_grad_();
+      for (int part = 0; part < 2; ++part) {
+        for (auto& block : module.blocks) x = module.recompute ? Again::apply(x, &block) : torch::tanh(block(x));
+      }
+      return mean_loss(x);
+    };
+    check([&] {
+      for (int64_t step = 0; step < 3; ++step) {
+        model->zero_grad();
+        const double n = group().size();
+        parallel.backward(loss(*model, group().rank(), step) * 4, 4);
+        BlocksImpl reference(false);
+        for (int rank = 0; rank < group().size(); ++rank) (loss(reference, rank, step) / n).backward();
+        ASSERT_LT(difference(gradients(*model), gradients(reference)), 1e-12) << step;
+      }
+    });
+  };
+  run({.static_graph = true}, [](auto&& train) { train(); });
+  run({.find_unused_parameters = true}, [](auto&& train) { train(); });
+  run({}, [](auto&& train) {
+    const auto text = refusal(train);
+    EXPECT_NE(text.find("again after its reduction had begun"), std::string::npos) << text;
+    EXPECT_NE(text.find("set static_graph and unset find_unused_parameters"), std::string::npos) << text;
+  });
 }
 
 TEST(DdpIdioms, BEY10_an_evaluation_that_fails_is_no_fault_of_the_step) {

@@ -1,0 +1,134 @@
+// Blocks that are recomputed in backward (activation checkpoints), by a backward of their own inside the loop's.
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "shoal/join.h"
+#include "tests/conformance/behaviours.h"
+
+namespace shoal::test {
+namespace {
+
+using Block = std::function<at::Tensor(const at::Tensor&)>;
+
+struct Recompute : torch::autograd::Function<Recompute> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Block* block) {
+    context->save_for_backward({x});
+    context->saved_data["block"] = reinterpret_cast<int64_t>(block);
+    return (*block)(x);
+  }
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext* context,
+                                               const torch::autograd::tensor_list& grads) {
+    const auto input = context->get_saved_variables()[0].detach().requires_grad_();
+    const auto& block = *reinterpret_cast<const Block*>(context->saved_data["block"].toInt());
+    const torch::AutoGradMode enabled(true);
+    torch::autograd::backward({block(input)}, {grads[0]});
+    return {input.grad(), at::Tensor()};
+  }
+};
+
+// The block of the last layers is recomputed: its gradients are the first of a backward, and come from an inner one.
+struct RecomputedEnd : Perceptron {
+  using Network::forward;
+  at::Tensor forward(at::Tensor x) override { return Recompute::apply(first(x), &block); }
+  Block block = [this](const at::Tensor& x) { return third(torch::tanh(second(torch::tanh(x)))); };
+};
+
+// The last layer belongs to the loss, which the loop recomputes.
+struct Body : Perceptron {
+  using Network::forward;
+  at::Tensor forward(at::Tensor x) override { return torch::tanh(second(torch::tanh(first(x)))); }
+};
+
+double rows_of(const at::Tensor& x) {
+  return static_cast<double>(x.size(0));
+}
+
+void weighted_end(Bench& bench, int64_t micros) {
+  auto model = std::make_shared<RecomputedEnd>();
+  auto training = bench.wrap(model);
+  for (int64_t step = 0; step < 3; ++step) {
+    training->zero_grad();
+    for (int64_t micro = 0; micro < micros; ++micro) {
+      const auto local = training->no_sync(micro + 1 < micros);
+      const auto x = bench.batch(10 * step + micro);
+      const double all = bench.one_process() ? static_cast<double>(micros) : 1;
+      training->backward(training->forward(x).pow(2).sum(), rows_of(x) * all);
+    }
+    training->step();
+  }
+  bench.same_parameters(*model);
+}
+
+// Part n has n + 2 batches; parts without a batch contribute zero.
+void joined(Bench& bench) {
+  auto model = std::make_shared<RecomputedEnd>();
+  auto training = bench.wrap(model);
+  const auto share = [&](int64_t step, int part) { return rows(1000 * (part + 1) + step, {4, 6}); };
+  if (bench.one_process()) {
+    for (int64_t step = 0; step < bench.parts() + 1; ++step) {
+      training->zero_grad();
+      for (int part = 0; part < bench.parts(); ++part) {
+        if (step < part + 2) (loss_of(training->forward(share(step, part))) / bench.parts()).backward();
+      }
+      training->step();
+    }
+    bench.same_parameters(*model);
+    return;
+  }
+  Join join({training->joinable()});
+  for (int64_t step = 0; join.next(step < bench.part().number + 2); ++step) {
+    training->zero_grad();
+    if (join.active()) {
+      loss_of(training->forward(share(step, bench.part().number))).backward();
+    } else {
+      training->joinable().shadow();
+    }
+    training->step();
+  }
+  bench.same_parameters(*model);
+}
+
+void recomputed_loss(Bench& bench, const Setup& setup, bool weighted) {
+  auto model = std::make_shared<Body>();
+  auto training = bench.wrap(model, setup);
+  const Block loss = [&](const at::Tensor& x) {
+    const auto squares = model->third(x).pow(2);
+    return weighted ? squares.sum() : squares.mean();
+  };
+  for (int64_t step = 0; step < 3; ++step) {
+    training->zero_grad();
+    const auto x = bench.batch(step);
+    const auto value = Recompute::apply(training->forward(x), &loss);
+    weighted ? training->backward(value, rows_of(x)) : value.backward();
+    training->step();
+  }
+  bench.same_parameters(*model);
+}
+
+}  // namespace
+
+Behaviours recomputing() {
+  return {
+      {"recomputed_last_layers",
+       [](Bench& bench) {
+         auto model = std::make_shared<RecomputedEnd>();
+         auto training = bench.wrap(model);
+         train(bench, *training, 0, 3);
+         bench.same_parameters(*model);
+       }},
+      {"recomputed_last_layers_with_weights", [](Bench& bench) { weighted_end(bench, 1); }},
+      {"recomputed_last_layers_with_weights_accumulated", [](Bench& bench) { weighted_end(bench, 2); }},
+      {"recomputed_last_layers_and_unequal_numbers_of_batches", [](Bench& bench) { joined(bench); }},
+      {"a_recomputed_loss", [](Bench& bench) { recomputed_loss(bench, {}, false); }},
+      {"a_recomputed_loss_with_weights", [](Bench& bench) { recomputed_loss(bench, {}, true); }},
+      {"a_recomputed_loss_and_clipping",
+       [](Bench& bench) {
+         Setup setup;
+         setup.clip = 0.05;
+         recomputed_loss(bench, setup, false);
+       }},
+  };
+}
+
+}  // namespace shoal::test
