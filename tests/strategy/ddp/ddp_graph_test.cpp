@@ -2,9 +2,12 @@
 
 #include <torch/autograd.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/adaptive.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 #include <torch/utils.h>
+
+#include <array>
 
 #include "shoal/ddp.h"
 #include "shoal/error.h"
@@ -162,6 +165,10 @@ TEST(DdpGraph, DDP06_finds_the_tensors_of_nested_outputs_and_user_structs) {
   std::vector<at::Tensor> tensors;
   collect_tensors(model->forward(at::ones({1, 3})), tensors);
   EXPECT_EQ(tensors.size(), 3U);
+  collect_tensors(std::array<at::Tensor, 2>{at::ones(1), at::ones(1)}, tensors);
+  collect_tensors(c10::List<at::Tensor>({at::ones(1)}), tensors);
+  collect_tensors(torch::nn::ASMoutput(at::ones(1), 2.0), tensors);
+  EXPECT_EQ(tensors.size(), 7U);
   DistributedDataParallel parallel(model, group(), {.find_unused_parameters = true});
   for (int step = 0; step < 2; ++step) {
     const auto [list, map, answer, number] = parallel.forward(at::ones({1, 3}));
