@@ -228,10 +228,16 @@ const Exceptions& of_unused() {
   return list;
 }
 
+// Backward computes a gradient several times, in recomputed blocks.
+Exceptions of_repeats(const std::vector<std::string>& behaviours, const std::string& advice) {
+  return all(behaviours, {Exception::refused, {"again after its reduction had begun", advice}});
+}
+
 // libtorch's optimizer takes what it finds.
 const Exceptions& of_ddp() {
   static const Exceptions list =
       of_unused() + of_replicas() + of_own_gradients() +
+      of_repeats({"a_block_recomputed_twice", "a_loss_recomputed_in_parts"}, "set static_graph") +
       all({"step_after_no_sync_alone"}, {Exception::differs, {"the optimizer takes this rank's own gradients"}, 2});
   return list;
 }
@@ -247,6 +253,7 @@ const Exceptions& of_sharded_optimizers() {
 const Exceptions& of_zero1() {
   static const Exceptions list =
       of_unused() + of_replicas() + of_owned_parameters() + of_own_gradients() + of_sharded_optimizers() +
+      of_repeats({"a_block_recomputed_twice", "a_loss_recomputed_in_parts"}, "set static_graph") +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"torch::optim::Optimizer&"}});
   return list;
 }
@@ -265,6 +272,7 @@ const Exceptions& of_zero2() {
   static const Exceptions list =
       of_owned_parameters() + of_unused() + of_replicas() + of_sole_wrappers() + of_sharded_optimizers() +
       of_parts("ShardedDataParallel", 2) + of_one_rank_with_sums() +
+      of_repeats({"a_block_recomputed_twice", "a_loss_recomputed_in_parts"}, "reduce()") +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias", "belongs to no"}});
   return list;
 }
@@ -289,8 +297,9 @@ const Exceptions& of_distributed_optimizers() {
 }
 
 const Exceptions& of_megatron() {
-  static const Exceptions list =
-      of_distributed_optimizers() + of_sharded_optimizers() + of_hidden("DistributedOptimizer");
+  static const Exceptions list = of_distributed_optimizers() + of_sharded_optimizers() +
+                                 of_hidden("DistributedOptimizer") +
+                                 of_repeats({"a_block_recomputed_twice"}, "set overlap_grad_reduce to false");
   return list;
 }
 
@@ -317,14 +326,16 @@ const Exceptions& of_megatron_no_overlap() {
   static const Exceptions list = [] {
     auto before = of_megatron();
     before.erase("step_after_no_sync_alone");  // it sums up what there is
+    before.erase("a_block_recomputed_twice");
     return before;
   }();
   return list;
 }
 
 const Exceptions& of_fsdp() {
-  static const Exceptions list =
-      of_replicas() + of_shards() + of_sharded_optimizers() + of_hidden("FullyShardedDataParallel");
+  static const Exceptions list = of_replicas() + of_shards() + of_sharded_optimizers() +
+                                 of_hidden("FullyShardedDataParallel") +
+                                 of_repeats({"a_block_recomputed_twice"}, "backward({}, 0)");
   return list;
 }
 

@@ -34,6 +34,15 @@ struct RecomputedEnd : Perceptron {
   Block block = [this](const at::Tensor& x) { return third(torch::tanh(second(torch::tanh(x)))); };
 };
 
+// The block's gradients come twice.
+struct RecomputedTwice : Perceptron {
+  using Network::forward;
+  at::Tensor forward(at::Tensor x) override {
+    return third(Recompute::apply(Recompute::apply(first(x), &block), &block));
+  }
+  Block block = [this](const at::Tensor& x) { return torch::tanh(second(torch::tanh(x))); };
+};
+
 // The last layer belongs to the loss, which the loop recomputes.
 struct Body : Perceptron {
   using Network::forward;
@@ -120,6 +129,26 @@ Behaviours recomputing() {
       {"recomputed_last_layers_with_weights", [](Bench& bench) { weighted_end(bench, 1); }},
       {"recomputed_last_layers_with_weights_accumulated", [](Bench& bench) { weighted_end(bench, 2); }},
       {"recomputed_last_layers_and_unequal_numbers_of_batches", [](Bench& bench) { joined(bench); }},
+      {"a_block_recomputed_twice",
+       [](Bench& bench) {
+         auto model = std::make_shared<RecomputedTwice>();
+         auto training = bench.wrap(model);
+         train(bench, *training, 0, 3);
+         bench.same_parameters(*model);
+       }},
+      {"a_loss_recomputed_in_parts",
+       [](Bench& bench) {
+         auto model = std::make_shared<Body>();
+         auto training = bench.wrap(model);
+         const Block loss = [&](const at::Tensor& x) { return loss_of(model->third(x)) / 2; };
+         for (int64_t step = 0; step < 3; ++step) {
+           training->zero_grad();
+           const auto parts = training->forward(bench.batch(step)).chunk(2);
+           (Recompute::apply(parts[0], &loss) + Recompute::apply(parts[1], &loss)).backward();
+           training->step();
+         }
+         bench.same_parameters(*model);
+       }},
       {"a_recomputed_loss", [](Bench& bench) { recomputed_loss(bench, {}, false); }},
       {"a_recomputed_loss_with_weights", [](Bench& bench) { recomputed_loss(bench, {}, true); }},
       {"a_recomputed_loss_and_clipping",
