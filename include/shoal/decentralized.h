@@ -223,8 +223,9 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // of the ranks' gradients is sum / total weight. Ranks exchange their weights in the first step, and then with the
 // values that they publish. For weights that change, the mean is a running mean (factor 0.1 per step), because no rank
 // waits for the exact one. It is exact in the first step, while each rank's weight is constant, and if weights only
-// move between ranks over a complete topology. The gradient is weighted: an optimizer that normalises gradients (Adam)
-// cancels the weight.
+// move between ranks over a complete topology. Steps of plain backwards on all ranks leave the mean as it is; if the first step is
+// one, the first weighted step divides by the rank's own weight. The gradient is weighted: an optimizer that normalises gradients
+// (Adam) cancels the weight.
 //
 // Gradients computed by torch::autograd::grad are not a step.
 //

@@ -16,6 +16,7 @@
 #include "module/walk.h"
 #include "strategy/decentralized/bucket.h"
 #include "strategy/decentralized/common_scale.h"
+#include "strategy/decentralized/micro_batches.h"
 #include "strategy/decentralized/mixing.h"
 
 namespace shoal {
@@ -32,13 +33,15 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void begin_backward() override;
   void arriving(size_t /*gradient*/) override {}
   void arrived(size_t gradient) override;
-  void end_local_backward() override {}
+  void end_local_backward() override { micro_batches.note_values(weights == Weights::given); }
   void end_backward() override;
   // Makes a step without a batch; drops gradients of micro-batches before.
   void pass();
   void backward(const at::Tensor& loss_sum, double weight);
   void end_step();
   void forget_weights();
+  // Call between backwards: weights of micro-batches go with the gradients, if the program has dropped these.
+  void forget_dropped_weights();
   // Completes a step that was begun and not finished, without updates, so that neighbours get its versions.
   void give_up_step();
   void drop_gradients();
@@ -81,6 +84,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   Loads loads{};
   std::vector<Gradient> gradients;
   SpentGradients spent;
+  MicroBatches micro_batches{gradients};
   Mixing mixing;
   std::optional<GradScaler> scaler;
   std::optional<CommonScale> scale;       // computes the state of `scaler`

@@ -28,6 +28,7 @@ void State::begin_backward() {
   spent.clear();
   const bool in_backward = BackwardTracker::in_backward();  // false for a rank without samples
   if (in_backward && !weighing) {
+    if (weights == Weights::given) forget_dropped_weights();
     if (weights == Weights::given) {
       throw UsageError(
           "a backward with a weight and one without in the same step: use either one for all micro-batches");
@@ -57,6 +58,7 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
   }
   const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
   if (!has_graph && of_loss > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
+  forget_dropped_weights();
   if (weights == Weights::none) {
     throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");
   }
@@ -81,6 +83,7 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
 }
 
 void State::arrived(size_t gradient) {
+  if (tracker.phase() == Phase::local) micro_batches.add(gradient);
   if (tracker.phase() != Phase::running) return;
   const TimedScope scope(timeline_of(group), "hook", step);
   tracker.count(gradient);
@@ -132,12 +135,17 @@ void State::forget_weights() {
   weight = 0;
   weights = Weights::unknown;
   divisor.reset();
+  micro_batches.forget();
+}
+
+void State::forget_dropped_weights() {
+  if (tracker.phase() != Phase::running && micro_batches.dropped()) forget_weights();
 }
 
 void State::weigh(bool finite) {
   if (divisor) return;
-  // A rank without a batch has weight 0 in a training with weights.
-  const bool weighted = weights == Weights::given || mixing.known().weighs();
+  // A rank without a batch has weight 0 in a training with weights. A step of plain backwards tells none.
+  const bool weighted = weights == Weights::given || (weights == Weights::unknown && mixing.known().weighs());
   divisor = weighted ? mixing.mean_weight(weight) : 1;
   mixing.tell(weighted ? std::optional(weight) : std::nullopt, !finite);
 }
