@@ -180,6 +180,10 @@ class DecentralizedDataParallelCore {
   void forward_failed();
   const Precision& precision() const;
   at::DeviceType device() const;
+  // Makes each step use the options of `whole`, an optimizer of all parameters that is never stepped: the program changes
+  // them there. The option `schedule` alone sets the rates, which `whole` shows after each step. The buckets' optimizers must
+  // have as many param groups. It must outlive the last step.
+  void take_options_from(torch::optim::Optimizer& whole);
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCore& parallel);

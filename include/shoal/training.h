@@ -164,8 +164,8 @@ class TrainingCore : public ElasticTraining {
   // For Join.
   virtual Joinable& joinable();
 
-  // The optimizer whose rates schedules change and steps use; for strategies that step their optimizers themselves, an
-  // optimizer that shows the rates.
+  // The optimizer whose rates and other options schedules change and steps use. For strategies that step their optimizers
+  // themselves, an optimizer without state; TrainingOptions::schedule alone sets the rates there, which it shows after each step.
   torch::optim::Optimizer& optimizer() override = 0;
   // The optimizers that hold this rank's state.
   virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;

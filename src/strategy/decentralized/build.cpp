@@ -263,6 +263,7 @@ void State::make_buckets(const std::vector<size_t>& order) {
     mixing.all_hold(i, start);
   }
   watch.note();
+  if (whole) whole->give_options(buckets);
   if (pending) load_pending();
 }
 

@@ -184,6 +184,10 @@ double DecentralizedDataParallelCore::consensus_distance() {
   return std::sqrt(squared_distance(group, parts, label));
 }
 
+void DecentralizedDataParallelCore::take_options_from(torch::optim::Optimizer& whole) {
+  state_->whole.emplace(whole, state_->options.schedule != nullptr);
+}
+
 void DecentralizedDataParallelCore::leave() {
   state_->left = true;
   state_->mixing.leave();

@@ -18,6 +18,7 @@
 #include "strategy/decentralized/common_scale.h"
 #include "strategy/decentralized/micro_batches.h"
 #include "strategy/decentralized/mixing.h"
+#include "strategy/decentralized/whole_optimizer.h"
 
 namespace shoal {
 
@@ -90,6 +91,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   std::optional<CommonScale> scale;       // computes the state of `scaler`
   std::optional<OptimizerState> pending;  // loaded before the optimizers exist
   StateDtypes pending_dtypes = StateDtypes::of_parameters;
+  std::optional<WholeOptimizer> whole;  // see take_options_from()
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;             // by gradient
   std::vector<std::vector<size_t>> members;  // by bucket: indices of its gradients

@@ -39,6 +39,7 @@ void State::begin_backward() {
   if (tracker.phase() == Phase::local) return;
   if (in_backward) clock.mark(StepClock::backward_begins, step);
   mixing.begin_step();
+  if (whole) whole->give_options(buckets);
   used.assign(gradients.size(), false);
   progress.assign(buckets.size(), Progress::waiting);
   missing.assign(buckets.size(), 0);
@@ -127,6 +128,7 @@ void State::end_backward() {
 void State::end_step() {
   for (size_t i = 0; i < gradients.size(); ++i) expected[i] = std::max(expected[i], tracker.arrivals()[i]);
   mixing.end_step();
+  if (whole) whole->show_rates(buckets);
   ++step;
   forget_weights();
 }

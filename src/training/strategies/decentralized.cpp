@@ -44,18 +44,26 @@ DecentralizedDataParallelOptions decentralized_options(const OptionValues& value
   return result;
 }
 
+class OptionTakingCore : public OpenCore<DecentralizedDataParallelCore> {
+ public:
+  using DecentralizedDataParallelCore::take_options_from;
+  using OpenCore::OpenCore;
+};
+
 class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelCore>, TrainingCore> {
  public:
   explicit Decentralized(const TrainingParts& parts)
       : WrappedTraining(parts),
         parallel_(parts.module, optimizer_of_buckets(parts), parts.group,
                   decentralized_options(parts.values, parts.options, parts.group.size())),
-        rates_(parts.recipe.make(groups_of(parts))) {}
+        whole_(parts.recipe.make(groups_of(parts))) {
+    parallel_.take_options_from(*whole_);
+  }
 
   at::Tensor scale_loss(const at::Tensor& loss) const override { return parallel_.scale_loss(loss); }
   bool step() override { return true; }
   void zero_grad() override {}
-  torch::optim::Optimizer& optimizer() override { return *rates_; }
+  torch::optim::Optimizer& optimizer() override { return *whole_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
     const auto list = parallel_.optimizers();
     return {list.begin(), list.end()};
@@ -82,9 +90,9 @@ class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelC
   OpenCore<DecentralizedDataParallelCore>& wrapper() const override { return parallel_; }
 
  private:
-  mutable OpenCore<DecentralizedDataParallelCore> parallel_;
+  mutable OptionTakingCore parallel_;
   std::weak_ptr<CommonValues> mean_{};              // of full_parameters()
-  std::unique_ptr<torch::optim::Optimizer> rates_;  // never steps
+  std::unique_ptr<torch::optim::Optimizer> whole_;  // never steps
 };
 
 void check_decentralized(const OptionValues& values, const TrainingOptions& options, int ranks, std::optional<int>) {
