@@ -180,7 +180,7 @@ Json to_json(const GradScaler& scaler) {
 
 // Steps of the strategy's own schedules, which share one position, or else of the first companion.
 Json position_of(const CheckpointView& view, const Companions& companions) {
-  if (!view.schedules.empty()) return view.schedules.front()->position();
+  if (!view.schedules.empty()) return steps_of(*view.schedules.front());
   for (const auto& schedule : companions.schedules) {
     if (auto* const* counting = std::get_if<torch::optim::LRScheduler*>(&schedule)) return steps_of(**counting);
   }

@@ -470,9 +470,11 @@ void TrainingLoader::restore(const std::vector<Schedule>& companions) {
     differences_.push_back(fmt::format("the checkpoint has no state of {}, which keeps its initial state", which));
   };
   for (auto* schedule : view_.schedules) {
-    if (has_steps) schedule->set_position(steps());
+    if (has_steps) set_steps(*schedule, steps());
   }
-  if (!view_.schedules.empty() && !has_steps) starts_anew("the strategy's schedule");
+  // Older checkpoints have the steps of a LambdaLR only. Others begin with those of their rank, if its state was loaded.
+  const bool has_own_steps = exact_ && !view_.schedules.empty() && steps_of(*view_.schedules.front()) > 0;
+  if (!view_.schedules.empty() && !has_steps && !has_own_steps) starts_anew("the strategy's schedule");
   const auto stored = states != nullptr && states->is_array() ? states->size() : 0;
   for (size_t i = 0; i < companions.size(); ++i) {
     auto* const* counting = std::get_if<torch::optim::LRScheduler*>(&companions[i]);

@@ -35,8 +35,8 @@ struct CheckpointView {
   std::map<std::string, std::vector<std::string>> aliases{};  // further names of tied tensors, by the first one
   std::map<const c10::TensorImpl*, std::string> names{};      // of the module's parameters, also of frozen ones
   std::vector<NamedSlice> buffers;  // and buffer-like tensors, one set per rank; other numbers of ranks load rank 0's
-  std::vector<torch::optim::Optimizer*> optimizers;  // optimizers whose param groups' options are saved
-  std::vector<LambdaLR*> schedules;                  // the strategy's own
+  std::vector<torch::optim::Optimizer*> optimizers;   // optimizers whose param groups' options are saved
+  std::vector<torch::optim::LRScheduler*> schedules;  // the strategy's own
   GradScaler* scaler = nullptr;
 };
 

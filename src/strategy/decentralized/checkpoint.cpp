@@ -30,10 +30,16 @@ class DecentralizedSource : public CheckpointSource {
     CheckpointView view;
     const bool begun = !state_.buckets.empty();
     unbegun_ = begun ? std::vector<GossipBucket>() : state_.equipped_parts();
-    for (auto& bucket : begun ? state_.buckets : unbegun_) {
+    auto& buckets = begun ? state_.buckets : unbegun_;
+    const auto& whole = state_.whole;
+    if (whole) {
+      whole->give_options(buckets);
+      view.optimizers.push_back(&whole->optimizer());
+    }
+    for (auto& bucket : buckets) {
       view.shares.push_back({.pieces = pieces_of(*bucket.optimizer, *state_.module), .local = bucket.optimizer.get()});
-      view.optimizers.push_back(bucket.optimizer.get());
-      if (auto* schedule = dynamic_cast<LambdaLR*>(bucket.schedule.get())) view.schedules.push_back(schedule);
+      if (!whole || whole->scheduled()) view.optimizers.push_back(bucket.optimizer.get());
+      if (bucket.schedule) view.schedules.push_back(bucket.schedule.get());
     }
     view.scaler = state_.scaler ? &*state_.scaler : nullptr;
     add_rest(view, *state_.module);
@@ -76,22 +82,31 @@ class DecentralizedSource : public CheckpointSource {
     auto& state = state_;
     state.step = past_.step;
     if (past_.arrivals.size() == state.expected.size()) state.expected = past_.arrivals;
-    auto mass = past_.mass;
-    mass.resize(state.buckets.size(), 1);
-    state.mixing.resume_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
+    auto mass = state.mixing.weights_from(past_.mass, has_same_buckets());
+    mass_lost_ = !mass;
+    state.mixing.resume_from(std::max<int64_t>(0, past_.version - 1), mass.value_or(std::vector<double>()));
     // On all ranks alike: whoever has failed in its first step is in another one than the others.
     const bool told = past_.step > 0 && !past_.known.empty();
     state.weights_told =
         group().all_reduce(told ? 1 : 0, ReduceOp::min, {past_.step, -1, "weights that are known"}) == 1;
     state.mixing.known().load(past_.known);
     if (past_.version > 0) state.show_all();
+    if (state.scale) state.scale->resume(past_.scale);
+    if (state.whole) {
+      state.whole->show_rates(state.buckets);
+      state.whole->give_options(state.buckets);
+    }
     copies_missing_ = false;
     for (size_t i = 0; i < state.buckets.size(); ++i) resume_copies(i, past.own);
   }
 
   std::vector<std::string> differences() const override {
-    if (!copies_missing_) return {};
-    return {"the checkpoint lacks copies for the compressed exchange; they begin with the parameters"};
+    std::vector<std::string> list;
+    if (copies_missing_) {
+      list.emplace_back("the checkpoint lacks copies for the compressed exchange; they begin with the parameters");
+    }
+    if (mass_lost_) list.emplace_back(push_sum_begins_anew);
+    return list;
   }
 
  private:
@@ -120,6 +135,17 @@ class DecentralizedSource : public CheckpointSource {
     if (!copies.empty()) state_.mixing.resume_copies(index, copies);
   }
 
+  bool has_same_buckets() const {
+    if (past_.members.empty()) return true;  // of a checkpoint that does not say; their number is compared
+    std::vector<size_t> sizes;
+    std::vector<size_t> order;
+    for (const auto& members : state_.members) {
+      sizes.push_back(members.size());
+      order.insert(order.end(), members.begin(), members.end());
+    }
+    return past_.members == sizes && past_.order == order;
+  }
+
   // Refuses a load that would have to move a schedule back, which libtorch's schedules cannot.
   void require_way_back() const {
     for (const auto& bucket : state_.buckets) {
@@ -131,16 +157,25 @@ class DecentralizedSource : public CheckpointSource {
   }
 
   Standing parsed(const Json& own) const {
-    try {
-      return parse_standing(state_, own);
-    } catch (const Json::exception&) {  // a file's content is not trusted
+    const auto refuse = [&] {  // a file's content is not trusted
       throw CheckpointError(fmt::format("the state of a decentralised rank was not written by shoal: {}", own.dump()));
+    };
+    Standing standing;
+    try {
+      standing = parse_standing(state_, own);
+      if (state_.scaler && !standing.scale.steps.empty()) GradScaler(*state_.scaler).load(standing.scale.before);
+    } catch (const Json::exception&) {
+      refuse();
+    } catch (const UsageError&) {  // of the scaler
+      refuse();
     }
+    return standing;
   }
 
   DecentralizedDataParallelCore::State& state_;
   Standing past_;                      // of the loaded rank
   bool copies_missing_ = false;        // in the last load
+  bool mass_lost_ = false;             // in the last load
   std::vector<GossipBucket> unbegun_;  // in a view from before the first step, which makes the buckets
 };
 

@@ -26,4 +26,18 @@ void CommonScale::step(int64_t version, const KnownRanks& known) {
   latest_ = scaler_.state();
 }
 
+void CommonScale::resume(const Recent& recent) {
+  recent_.clear();
+  if (recent.steps.empty()) return;
+  const auto now = scaler_.state();
+  scaler_.load(recent.before);
+  for (const auto& step : recent.steps) scaler_.update(step.overflowed);
+  const bool fits = same(scaler_.state(), now);
+  scaler_.load(now);
+  if (!fits) return;
+  base_ = recent.before;
+  latest_ = now;
+  recent_.assign(recent.steps.begin(), recent.steps.end());
+}
+
 }  // namespace shoal

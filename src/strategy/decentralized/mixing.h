@@ -14,6 +14,10 @@
 
 namespace shoal {
 
+// Of a load, for which Mixing::weights_from() gives none.
+inline constexpr const char* push_sum_begins_anew =
+    "the checkpoint has push-sum's weights of other buckets, which are not alike; they begin with 1";
+
 class Mixing {
  public:
   // Collective, except for a newcomer.
@@ -80,9 +84,13 @@ class Mixing {
   KnownRanks& known() { return known_; }
   const KnownRanks& known() const { return known_; }
 
-  // Resumes from another point, with its `version` and push-sum weights, before anything is shown. UsageError if ranks
-  // have left. Collective.
+  // Resumes from another point, with its `version` and push-sum weights, before anything is shown. Without push-sum all
+  // weights are 1: values are stored divided by their weight. UsageError if ranks have left. Collective.
   void resume_from(int64_t version, std::vector<double> mass);
+  // Push-sum's weights of the buffers, from those of a training that may have had other buffers (`same`: it had these).
+  // None if a buffer's parts had different weights on some rank: all ranks then begin with the weight 1, at the values that they
+  // have. Collective, with push-sum.
+  std::optional<std::vector<double>> weights_from(const std::vector<double>& stored, bool same) const;
   // This rank's copies of a buffer for the compressed exchange, by round of the topology; none: the exchange is plain.
   std::vector<at::Tensor> copies(size_t buffer) const;
   // Resumes with these copies, and sends them to this rank's readers. Call it after resume_from(), once the last
@@ -109,6 +117,7 @@ class Mixing {
   };
   Party party_of(std::vector<int> members) const;
   void count_in();
+  void require_all_ranks() const;
   bool pushes() const { return whole_.kind() == Stochastic::column; }
   GossipChannel::Limit limit() const;
   Gathered gather_differences(size_t buffer);

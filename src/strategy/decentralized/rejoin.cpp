@@ -122,6 +122,10 @@ void State::join_again() {
     for (int64_t done = 0; bucket.schedule && done < step; ++done) bucket.schedule->step();
   }
   show_all();
+  if (scale) {
+    scale->resume(standing.scale);
+    for (auto missed = standing.version + 1; missed <= mixing.version(); ++missed) scale->step(missed, mixing.known());
+  }
   mixing.settle();
 }
 

@@ -2,19 +2,38 @@
 
 #include <torch/utils.h>
 
+#include <algorithm>
+#include <functional>
+
 #include "shoal/error.h"
 #include "strategy/decentralized/mixing.h"
 
 namespace shoal {
 
+void Mixing::require_all_ranks() const {
+  if (now_.members.size() == static_cast<size_t>(group_.size()) && last_newcomer_ == 0) return;
+  throw UsageError(
+      "DecentralizedDataParallel: ranks have left or rejoined this training; load the checkpoint into a new one");
+}
+
 void Mixing::resume_from(int64_t version, std::vector<double> mass) {
-  if (now_.members.size() != static_cast<size_t>(group_.size()) || last_newcomer_ > 0) {
-    throw UsageError(
-        "DecentralizedDataParallel: ranks have left or rejoined this training; load the checkpoint into a new one");
-  }
+  require_all_ranks();
   if (version_ > 0) channel_ = open_gossip_channel(group_, shown_);  // versions never decrease
   version_ = version;
   mass_ = std::move(mass);
+  mass_.resize(buffers_.size(), 1);
+  if (!pushes()) mass_.assign(buffers_.size(), 1);
+}
+
+std::optional<std::vector<double>> Mixing::weights_from(const std::vector<double>& stored, bool same) const {
+  require_all_ranks();
+  if (!pushes()) return std::vector<double>(buffers_.size(), 1);
+  const bool equal = std::adjacent_find(stored.begin(), stored.end(), std::not_equal_to<>()) == stored.end();
+  const bool known = equal || (same && stored.size() == buffers_.size());
+  const bool everywhere =
+      group_.all_reduce(known ? 1 : 0, ReduceOp::min, {-1, -1, "whether push-sum's weights are known"}) == 1;
+  if (!everywhere) return std::nullopt;
+  return equal ? std::vector<double>(buffers_.size(), stored.empty() ? 1 : stored.front()) : stored;
 }
 
 std::vector<at::Tensor> Mixing::copies(size_t buffer) const {

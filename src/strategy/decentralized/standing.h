@@ -12,9 +12,11 @@ struct Standing {
   std::vector<size_t> order{};  // gradients in the order of their first arrival, from which buckets are built
   std::vector<int> arrivals{};  // by gradient: arrivals per backward, which decide when a bucket is mixed
   int64_t step = 0;
-  int64_t version = 0;         // last version shown; decides with whom ranks mix
-  std::vector<double> mass{};  // push-sum's weight, by bucket
+  int64_t version = 0;            // last version shown; decides with whom ranks mix
+  std::vector<double> mass{};     // push-sum's weight, by bucket
+  std::vector<size_t> members{};  // by bucket: number of its gradients; empty: not known
   std::vector<KnownRanks::Entry> known{};
+  CommonScale::Recent scale{};  // with a scaler
 };
 
 nlohmann::json to_json(const DecentralizedDataParallelCore::State& state);

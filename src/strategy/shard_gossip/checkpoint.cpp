@@ -51,7 +51,8 @@ class ShardGossipSource : public FullyShardedSource {
 
   CarriedStates carried() override {
     auto all = FullyShardedSource::carried();
-    all.own.values[gossip_entry] = {{"version", gossip_.mixing->version()}, {"mass", gossip_.mixing->mass()}};
+    all.own.values[gossip_entry] = {
+        {"version", gossip_.mixing->version()}, {"mass", gossip_.mixing->mass()}, {"numel", numel()}};
     return all;
   }
 
@@ -65,22 +66,37 @@ class ShardGossipSource : public FullyShardedSource {
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     FullyShardedSource::end_load(past);
-    auto mass = mass_;
-    mass.resize(gossip_.buckets.size(), 1);
+    const auto mass = gossip_.mixing->weights_from(mass_, numel_.empty() || numel_ == numel());
+    mass_lost_ = !mass;
     gossip_.mixed_at.reset();  // what was gathered is of the values before
-    gossip_.mixing->resume_from(std::max<int64_t>(0, version_ - 1), std::move(mass));
+    gossip_.mixing->resume_from(std::max<int64_t>(0, version_ - 1), mass.value_or(std::vector<double>()));
     if (version_ == 0) return;
     gossip_.show();
   }
 
+  std::vector<std::string> differences() const override {
+    auto list = FullyShardedSource::differences();
+    if (mass_lost_) list.emplace_back(push_sum_begins_anew);
+    return list;
+  }
+
  private:
+  std::vector<int64_t> numel() const {
+    std::vector<int64_t> list;
+    for (const auto& bucket : gossip_.buckets) list.push_back(bucket.numel());
+    return list;
+  }
+
   void parse(const nlohmann::json& own) {
     version_ = 0;
     mass_.clear();
+    numel_.clear();
     if (own.is_null()) return;
     try {
       version_ = own.at(gossip_entry).at("version");
-      mass_ = own.at(gossip_entry).at("mass").get<std::vector<double>>();
+      const auto& gossip = own.at(gossip_entry);
+      mass_ = gossip.at("mass").get<std::vector<double>>();
+      if (gossip.contains("numel")) numel_ = gossip["numel"].get<std::vector<int64_t>>();
     } catch (const nlohmann::json::exception&) {  // a file's content is not trusted
       throw CheckpointError(fmt::format("a rank's state was not written by shoal: {}", own.dump()));
     }
@@ -92,6 +108,8 @@ class ShardGossipSource : public FullyShardedSource {
   std::string strategy_;
   int64_t version_ = 0;  // of the loaded training
   std::vector<double> mass_{};
+  std::vector<int64_t> numel_{};  // by bucket; empty: not known
+  bool mass_lost_ = false;        // in the last load
 };
 
 }  // namespace
