@@ -228,6 +228,19 @@ TEST_F(BEY09, names_different_groups_after_a_thread_that_has_ended) {
   expect_different_groups_named();
 }
 
+// It may give the group to a thread that has not called anything yet, and whose call another rank waits for.
+TEST_F(BEY09, a_thread_that_makes_a_group_counts_as_one_that_calls) {
+  if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI may be without calls from several threads";
+  world().group().barrier().wait();
+  const auto& activity = state_of(world().group())->world->activity;
+  EXPECT_FALSE(activity.several_threads());
+  std::thread([&] {
+    const auto of_two_threads = test::fresh_group();
+    EXPECT_TRUE(activity.several_threads());
+  }).join();
+  EXPECT_FALSE(activity.several_threads());
+}
+
 // No waiting rank sees the difference: the root of a small broadcast is done once it has sent the bytes, and then waits
 // elsewhere.
 TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {

@@ -56,6 +56,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->world->groups.add(state->progress);
   const bool is_check = compares_calls(state->name);
   const bool compares_later = state->world_ranks.size() > 1 && !state->transport->checks_agreement() && !is_check;
+  state->world->activity.seen();  // this thread may give the group to one that has not made its first call yet
   state->progress->calls = state->world->activity.add_group(state->name, compares_later);
   if (auto* recorder = state->world->recorder.get()) {
     state->progress->flight_group = recorder->add_group(state->name, state->world_ranks);
