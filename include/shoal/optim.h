@@ -258,6 +258,45 @@ class Muon : public detail::OptimizerBase<MuonOptions, MuonParamState> {
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
+struct MuonWithAdamWOptions {
+  MuonOptions muon{};  // of param groups without options of their own
+  // AdamW's other options; learning rate and weight decay are those of the param group.
+  std::tuple<double, double> betas{0.9, 0.999};
+  double eps = 1e-8;
+};
+
+// Muon for matrices and AdamW for all other parameters of a model, as one optimizer. FullyShardedOptimizer and
+// DistributedOptimizer need one that has all parameters of their module.
+//
+//   shoal::FullyShardedDataParallel parallel(model, world.group(), {.shard_by_parameter = true});
+//   const auto options = shoal::MuonOptions(1e-3).adjust_lr(shoal::MuonRate::match_rms_adamw);
+//   shoal::FullyShardedOptimizer<shoal::MuonWithAdamW> optimizer(parallel, shoal::MuonWithAdamW::groups_of(*model),
+//                                                                options);
+//
+// The first param group is Muon's: matrices only. The others are AdamW's (FusedAdamW), which takes lr and weight_decay of
+// their MuonOptions, so that both can share a schedule; see MuonRate::match_rms_adamw. A parameter has the state of its
+// optimizer's class. Not for torch::save, whose archive has one kind of state; use shoal::save.
+class MuonWithAdamW : public detail::OptimizerBase<MuonOptions, MuonParamState> {
+ public:
+  explicit MuonWithAdamW(const ParamGroups& groups, MuonWithAdamWOptions defaults = {});
+  MuonWithAdamW(const ParamGroups& groups, const MuonOptions& defaults);
+  // Two groups of a module's parameters: weights of two dimensions except embeddings', and the rest.
+  static ParamGroups groups_of(const torch::nn::Module& module);
+  // UsageError for a group of Muon's with other parameters than matrices.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+  at::Tensor step(LossClosure closure = nullptr) override;
+  // Throw UsageError.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  void update(torch::optim::Optimizer& part);
+
+  MuonWithAdamWOptions given_;
+  Muon muon_;
+  FusedAdamW adamw_;
+};
+
 // True if the update of an element depends only on the gradient and state of this element, so that updating shards of a
 // parameter on different ranks equals updating the full parameter. Strategies that cut parameters require it; for other
 // optimizers (LAMB's norms, Adafactor's rows and columns, Muon's products) each rank must own whole parameters.

@@ -68,7 +68,7 @@ void require_matrices(const std::vector<at::Tensor>& parameters) {
     if (parameters[i].dim() != 2) {
       throw UsageError(
           fmt::format("Muon: parameter {} of its group has shape [{}]; Muon supports matrices only; use an optimizer "
-                      "like AdamW for others",
+                      "like AdamW for others, or MuonWithAdamW for all",
                       i, fmt::join(parameters[i].sizes(), ", ")));
     }
   }

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include "cli/strategies/muon_with_adamw.h"
 #include "shoal/error.h"
 #include "shoal/optim.h"
 

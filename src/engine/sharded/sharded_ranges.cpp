@@ -50,8 +50,11 @@ ParamGroups ShardedOptimizerCore::State::shares_of(const ParamGroups& groups) {
   for (const auto& module : modules) {
     for (const auto& gradient : module->reducer().gradients()) {
       if (param_group.contains(gradient.parameter.unsafeGetTensorImpl())) continue;
-      throw UsageError(fmt::format("{}: parameter {} belongs to no param group; add it to one, freeze it or ignore it",
-                                   name, gradient.name));
+      throw UsageError(
+          fmt::format("{}: parameter {} belongs to no param group; add it to one, freeze it or ignore it. One "
+                      "optimizer updates all parameters of a sharded module; MuonWithAdamW is Muon for "
+                      "matrices and AdamW for the rest",
+                      name, gradient.name));
     }
   }
   auto share = empty_like(groups);

@@ -1,6 +1,7 @@
 // Rows OSS01, SDP12, MEG01: every optimizer under every sharded class, with options per param group, equals one
 // process. Later changes of groups are in param_groups_changed_test.cpp.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "shoal/ddp.h"
@@ -9,6 +10,7 @@
 #include "shoal/optim.h"
 #include "shoal/zero.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
 namespace shoal::test::param_groups_test {
@@ -192,6 +194,49 @@ TEST(ParamGroups, SDP12_OSS01_adafactor) {
 TEST(ParamGroups, SDP12_OSS01_muon) {
   const MuonOptions own = MuonOptions(2e-2).weight_decay(0.3).nesterov(false).adjust_lr(MuonRate::match_rms_adamw);
   try_groups<Muon>(MuonOptions(5e-2), own, MuonOptions().weight_decay(0), /*matrices_only=*/true);
+}
+
+TEST(ParamGroups, BEY12_muon_for_matrices_and_adam_w_for_the_rest) {
+  const MuonWithAdamWOptions defaults{.muon = MuonOptions(2e-2), .betas = {0.8, 0.9}, .eps = 1e-6};
+  const auto rest = MuonOptions(5e-3).weight_decay(0.3);
+  const auto groups = [=](Mlp& model) {
+    auto list = MuonWithAdamW::groups_of(*model);
+    list.back().set_options(std::make_unique<MuonOptions>(rest));
+    return list;
+  };
+  const Trial<MuonWithAdamW, MuonWithAdamWOptions> trial{defaults, [] { return seeded(1); }, groups};
+  trial.expect_equal_everywhere();
+
+  auto model = seeded(1);
+  const auto split = MuonWithAdamW::groups_of(*model);
+  ASSERT_EQ(split.front().params().size(), 3);
+  ASSERT_EQ(split.back().params().size(), 3);
+  Muon muon(split.front().params(), defaults.muon);
+  torch::optim::AdamW adam_w(
+      split.back().params(),
+      torch::optim::AdamWOptions(rest.lr()).betas(defaults.betas).eps(defaults.eps).weight_decay(rest.weight_decay()));
+  for (int64_t step = 0; step < steps; ++step) {
+    model->zero_grad();
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (mean_loss(model->forward(batch(rank, step))) / group().size()).backward();
+    }
+    muon.step();
+    adam_w.step();
+    auto &rate = muon.param_groups()[0].options(), &other = adam_w.param_groups()[0].options();
+    rate.set_lr(rate.get_lr() * 0.7);
+    other.set_lr(other.get_lr() * (1 + 0.1 * static_cast<double>(step)));
+  }
+  EXPECT_LT(difference(model->parameters(), trial.alone()), 1e-9);
+}
+
+TEST(ParamGroups, BEY12_a_second_optimizer_over_sharded_parameters_is_refused_with_the_way) {
+  auto model = seeded(1);
+  FullyShardedDataParallel<MlpImpl> parallel(model, group(), {.shard_by_parameter = true});
+  Groups matrices;
+  matrices.push_back(MuonWithAdamW::groups_of(*model).front());
+  EXPECT_THAT(refusal([&] { FullyShardedOptimizer<Muon>(parallel, matrices, MuonOptions()); }),
+              testing::AllOf(testing::HasSubstr("parameter first.bias belongs to no param group"),
+                             testing::HasSubstr("MuonWithAdamW is Muon for matrices and AdamW for the rest")));
 }
 
 TEST(ParamGroups, SDP12_OSS01_accum_adam_and_accum_adam_w) {
