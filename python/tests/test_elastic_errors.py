@@ -197,7 +197,8 @@ def test_ELA10_a_job_lost_in_an_update_names_who_is_waited_for_and_the_checkpoin
 
     outcomes = Ranks(run, ranks=2, init={"timeout": timedelta(seconds=3)}).outcomes(timeout=30)
     awaited = f"rank 1 (pid {stopped.read_text()}; the launcher's number), alive, but stopped or not in step()"
-    lost = f"the update of a step has waited 3 s for {awaited} ({tmp_path / 'run'} has no checkpoint yet)"
+    shards = "no shard is lost: the ranks that are left have all parameters and their state"
+    lost = f"the update of a step has waited 3 s for {awaited}; {shards} ({tmp_path / 'run'} has no checkpoint yet)"
     assert outcomes[0] == (True, lost), outcomes
 
 
