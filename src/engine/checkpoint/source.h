@@ -55,6 +55,8 @@ class CheckpointSource {
  public:
   virtual ~CheckpointSource() = default;
   virtual std::string strategy() const = 0;
+  // Whether a checkpoint of this strategy has what this one carries beside parameters and optimizer state.
+  virtual bool continues(const std::string& saved) const { return saved == strategy(); }
   // The ranks that save and load. Collective.
   virtual Group group() = 0;
   // Called before view(): takes over what the program has changed since the last step, as the next step would. Collective.

@@ -123,7 +123,7 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
   Loaded loaded{.path = {}, .step = index.step, .strategy = index.strategy, .ranks = index.world_size};
   const bool whole = !options.partial && !options.model_only;
   const bool same_ranks = loaded.ranks == group.size() && static_cast<int>(index.rank_states.size()) == loaded.ranks;
-  loaded.exact = whole && same_ranks && loaded.strategy == source.strategy();
+  loaded.exact = whole && same_ranks && source.continues(loaded.strategy);
   CarriedStates past;
   const auto peers = source.peers();
   const auto peer = peers ? std::optional(peers->rank()) : std::nullopt;
@@ -142,7 +142,7 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
     if (const auto found = state.find(names::position); found != state.end()) {
       loaded.position = read_position(*found);
     }
-    if (loaded.strategy != source.strategy()) return;
+    if (!source.continues(loaded.strategy)) return;
     past.common = carried(reader, index.global_state, names::carried_tensor(""), names::strategy_part);
     if (!loaded.exact) return;
     past.own = carried(reader, state, names::of_rank(group.rank(), names::carried_tensor("")), names::ranks_part);

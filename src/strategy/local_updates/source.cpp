@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <variant>
+
 #include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
@@ -20,7 +22,14 @@ class LocalUpdatesSource : public CheckpointSource {
  public:
   LocalUpdatesSource(LocalUpdates& updates, LocalUpdates::State& state) : updates_(updates), state_(state) {}
 
-  std::string strategy() const override { return "local_updates"; }
+  // The outer optimizers keep their momentum under one name, in other units.
+  std::string strategy() const override {
+    const auto& outer = state_.options.outer;
+    if (std::holds_alternative<SlowMo>(outer)) return "slowmo";
+    return std::holds_alternative<OuterNesterov>(outer) ? "diloco" : "local_sgd";
+  }
+  // Older checkpoints do not tell which one it was.
+  bool continues(const std::string& saved) const override { return saved == strategy() || saved == "local_updates"; }
   Group group() override { return state_.group; }
   std::optional<Group> peers() override { return state_.group; }
 

@@ -174,6 +174,48 @@ TEST(TrainingCheckpoint, BEY05_BEY22_after_a_partial_load_ranks_become_equal_wit
   }
 }
 
+// SlowMo's momentum is one of gradients, OuterNesterov's one of parameters.
+TEST(TrainingCheckpoint, BEY05_BEY22_an_outer_optimizer_does_not_take_the_momentum_of_another_one) {
+  const std::vector<LocalUpdatesOptions> all{
+      {.every = 2}, {.every = 2, .outer = SlowMo{}}, {.every = 2, .outer = OuterNesterov{}}};
+  const auto train = [](Mlp& model, LocalUpdates& updates, int64_t from, int64_t to) {
+    for (int64_t step = from; step < to; ++step) {
+      mean_loss(model->forward(batch(group().rank(), step))).backward();
+      updates.step();
+      updates.zero_grad();
+    }
+  };
+  for (size_t from = 0; from < all.size(); ++from) {
+    const SharedFolder folder;
+    auto model = seeded(3);
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.01));
+    LocalUpdates updates(model.ptr(), optimizer, group(), all[from]);
+    TrainingState state(updates);
+    train(model, updates, 0, 5);
+    save(folder / "run", state, {.step = 5});
+    auto mean = model->third->weight.detach().clone();
+    group().all_reduce(mean, ReduceOp::avg).wait();
+    for (size_t to = 0; to < all.size(); ++to) {
+      SCOPED_TRACE(testing::Message() << from << " to " << to);
+      auto other = seeded(4);
+      torch::optim::SGD inner(other->parameters(), torch::optim::SGDOptions(0.01));
+      LocalUpdates resumed(other.ptr(), inner, group(), all[to]);
+      TrainingState its(resumed);
+      const auto loaded = load(folder / "run", its);
+      EXPECT_EQ(loaded.exact, from == to);
+      EXPECT_EQ(resumed.steps(), from == to ? 5 : 0);
+      const auto outer = resumed.state_dict().at("third.weight").tensors;
+      if (from != to) EXPECT_LT(difference({other->third->weight}, {mean}), 1e-12);
+      if (from != to && outer.contains("anchor")) EXPECT_LT(difference({outer.at("anchor")}, {mean}), 1e-12);
+      if (from != to && outer.contains("momentum_buffer")) {
+        EXPECT_EQ(outer.at("momentum_buffer").abs().max().item<double>(), 0);
+      }
+      train(other, resumed, 5, 9);
+      EXPECT_LT(difference({other->third->weight}, {mean}), 0.5) << "steps are as large as before";
+    }
+  }
+}
+
 // Both wrappers have an optimizer.
 struct Nested {
   Nested(int seed, const std::optional<at::ScalarType>& dtype) : param_dtype(dtype) {
