@@ -170,9 +170,10 @@ void Reducer::refuse_again(size_t gradient) const {
   const auto& name = gradients_[gradient].name;
   if (tracker_.arrivals()[gradient] == 1) {
     throw UsageError(fmt::format(
-        "backward computed the gradient of {}, which no output of forward depends on: its reduction had begun. "
-        "Unset find_unused_parameters, or compute the loss from the outputs of forward; where forward "
-        "returns a type of your own, specialise shoal::OutputTensors for it, which finds its tensors",
+        "backward computed the gradient of {}, which the graph behind the outputs of forward does not reach, after its "
+        "reduction had begun: unset find_unused_parameters, if a block is recomputed by a backward of its own or the "
+        "loss depends on more than the outputs; where forward returns a type of your own, specialise "
+        "shoal::OutputTensors for it, which finds its tensors",
         name));
   }
   const std::string static_graph = "set static_graph and unset find_unused_parameters";
