@@ -9,6 +9,7 @@
 #include "engine/buckets/bucket_plan.h"
 #include "engine/gradients/backward_tracker.h"
 #include "engine/gradients/spent_gradients.h"
+#include "engine/gradients/weight_under_way.h"
 #include "engine/reducer/step_clock.h"
 #include "engine/wrapper/loads.h"
 #include "engine/wrapper/parameter_watch.h"
@@ -107,6 +108,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   enum class Weights { unknown, none, given };
   Weights weights = Weights::unknown;  // whether backwards had weights
   bool weighing = false;               // backward(loss_sum, weight) is running
+  OthersWeight others_weight;          // of a backward(loss_sum, weight) of another wrapper
   bool weights_told = false;           // ranks know the weights of each other's first step, or of one before a load
   std::optional<double> divisor;       // divisor of the step's sums
   enum class Progress { waiting, mixed, shown };

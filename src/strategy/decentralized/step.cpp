@@ -29,11 +29,12 @@ void State::begin_backward() {
   const bool in_backward = BackwardTracker::in_backward();  // false for a rank without samples
   if (in_backward && !weighing) {
     if (weights == Weights::given) forget_dropped_weights();
-    if (weights == Weights::given) {
+    const bool by_other = others_weight.take([this](double of_loss) { weight += of_loss; });
+    if (weights == (by_other ? Weights::none : Weights::given)) {
       throw UsageError(
           "a backward with a weight and one without in the same step: use either one for all micro-batches");
     }
-    weights = Weights::none;
+    weights = by_other ? Weights::given : Weights::none;
   }
   tracker.enter(no_sync_depth > 0 ? Phase::local : Phase::running);
   if (tracker.phase() == Phase::local) return;
@@ -74,6 +75,7 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
   }
   weighing = true;
   try {
+    const WeightUnderWay for_other_wrappers(of_loss);
     loss_sum.backward();
   } catch (...) {
     weighing = false;

@@ -66,6 +66,36 @@ void weighted(Bench& bench, int64_t micros) {
   bench.same_parameters(*model);
 }
 
+// The same through two models with a wrapper each; the weight is given to the second one.
+void weighted_through_two(Bench& bench, int64_t micros) {
+  auto lower = perceptron(1), upper = perceptron(2);
+  auto first = bench.wrap(lower), second = bench.wrap(upper);
+  const auto output = [&](const at::Tensor& x) {
+    return second->forward(at::cat({first->forward(x), x.narrow(1, 0, 3)}, 1));
+  };
+  for (int64_t step = 0; step < 3; ++step) {
+    first->zero_grad();
+    second->zero_grad();
+    for (int64_t micro = 0; micro < micros; ++micro) {
+      const auto one_local = first->no_sync(micro + 1 < micros);
+      const auto other_local = second->no_sync(micro + 1 < micros);
+      at::Tensor sum = at::zeros({}, at::kDouble);
+      double samples = 0;
+      for (int part = 0; part < bench.parts(); ++part) {
+        if (!bench.one_process() && part != bench.part().number) continue;
+        const auto x = uneven(bench, 10 * step + micro, part);
+        sum = sum + output(x).pow(2).sum();
+        samples += static_cast<double>(x.size(0));
+      }
+      second->backward(sum, bench.one_process() ? samples * static_cast<double>(micros) : samples);
+    }
+    first->step();
+    second->step();
+  }
+  bench.same_parameters(*lower);
+  bench.same_parameters(*upper);
+}
+
 // Part n has n + 2 batches; parts without a batch contribute zero.
 void joined(Bench& bench) {
   auto model = perceptron();
@@ -101,6 +131,8 @@ Behaviours weighing() {
   return {
       {"unequal_shares_with_weights", [](Bench& bench) { weighted(bench, 1); }},
       {"unequal_shares_with_weights_accumulated", [](Bench& bench) { weighted(bench, 2); }},
+      {"unequal_shares_with_weights_in_two_wrappers", [](Bench& bench) { weighted_through_two(bench, 1); }},
+      {"unequal_shares_with_weights_in_two_wrappers_accumulated", [](Bench& bench) { weighted_through_two(bench, 2); }},
       {"unequal_numbers_of_batches", [](Bench& bench) { joined(bench); }},
       {"a_loss_scale", [](Bench& bench) { scaled(bench, with_scaler(), -1, 0); }},
       {"a_loss_scale_with_inf_on_all_ranks",
