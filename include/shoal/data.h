@@ -21,6 +21,8 @@
 
 namespace shoal {
 
+class Elastic;
+
 struct DistributedSamplerOptions {
   bool shuffle = true;  // an order of its own for each epoch; false: the order of the data set
   uint64_t seed = 0;    // equal on all ranks
@@ -53,6 +55,8 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   // new_size: another size of the data set from now on. UsageError in a copy that has the division of an elastic job's
   // former ranks; a divide() of its own, or copying the sampler again, ends that.
   void reset(std::optional<size_t> new_size = std::nullopt) override;
+  // Another order of the samples; each epoch begins with it.
+  void set_epoch(size_t epoch);
   // The next samples, fewer at the end of the epoch; nothing after it.
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
 
@@ -103,6 +107,7 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  friend class Elastic;
   friend class GlobalBatch;  // of Elastic
 
   // Which division among an elastic job's ranks this sampler has. Copies share the number of the newest one. Moving copies,
@@ -121,12 +126,14 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
     std::shared_ptr<std::atomic<uint64_t>> newest_ = std::make_shared<std::atomic<uint64_t>>(0);
     uint64_t own_ = 0;
   };
+  bool names_epochs() const { return named_ || epoch_ > 0; }
 
   DistributedSamplerOptions options_;
   std::vector<size_t> indices_;
   size_t index_ = 0;
   size_t divided_ = 0;  // epoch whose indices these are
   size_t first_ = 0;    // place at which their division begins
+  bool named_ = false;  // set_epoch() was called
 
   // Where an epoch begins: its division at a place, and this rank behind so many samples of it.
   struct Begin {

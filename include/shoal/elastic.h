@@ -189,7 +189,7 @@ struct ElasticOptions {
 // parameters, buffers, optimizer state, options, loss scale and place in the epoch; then the ranks change as after a
 // death, and step() returns false on the others. In the loop:
 // - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
-//   in_epoch() with another epoch.
+//   in_epoch() with another epoch. Passes within an epoch must follow from steps(), since a newcomer's own count begins anew.
 // - A schedule keeps its own count: if (world.joining()) schedule.set_position(elastic.steps()), after the constructor. In a
 //   job that was resumed, steps() counts from the resumption: add the steps before it. Options of the optimizer and
 //   parameters that differ from rank to rank in a step make the newcomers leave, and so do different operations.
@@ -256,13 +256,18 @@ class Elastic {
   Elastic(const Elastic&) = delete;
   Elastic& operator=(const Elastic&) = delete;
 
-  // True at the beginning of an epoch (after sampler.set_epoch()), and again after each change of the ranks while samples
-  // are left: the loop then makes a new loader, because a loader's threads have read ahead by the former division. False
-  // at the end of the epoch. Communicates nothing.
+  // True at the beginning of a pass through the samples (after sampler.set_epoch()), and again after each change of the
+  // ranks while samples are left: the loop then makes a new loader, because a loader's threads have read ahead by the
+  // former division, and its copy of the sampler has that one (UsageError when it begins again). False at the end of the
+  // pass, which is wherever a loop asks again without a change. So one that leaves `while (in_epoch())` itself must name
+  // the next epoch by set_epoch(); otherwise its next call ends the pass that was left. set_epoch() may also stand within
+  // the while, before the first step. All ranks must make the same passes: UsageError in the commit of a step if they are
+  // in different ones. A rank that learns in a recovery that others have left the pass leaves it, too. Communicates nothing.
   bool in_epoch();
 
   // One step with `samples` samples of this rank's sampler. True if the step is complete on all ranks; false if it is not,
-  // because the ranks have changed: the loop leaves its loader, and in_epoch() says whether to make another. `compute` may
+  // because the ranks have changed: the loop leaves its loader, and in_epoch() says whether to make another. UsageError if a
+  // loop with a sampler goes on after a change without ever having called in_epoch(). `compute` may
   // run partly, and again for the same samples on any rank; `update` runs once per complete step. Collective.
   bool step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update);
   // The same with `compute` for the samples [begin, end) of this rank's: one share of the global batch after the other,
@@ -316,6 +321,7 @@ class Elastic {
   // do when the ranks have changed. Elsewhere it does nothing.
   void begin_loop();
   // The epoch with which this rank's loop over epochs begins: 0, or the job's present one in a process that has come to it.
+  // Where the job's loop never calls set_epoch(), it is the number of passes through the samples that have ended.
   size_t first_epoch() const;
   int64_t steps() const;        // complete steps of the job since its beginning
   uint64_t generation() const;  // 1, and more after each change of the ranks

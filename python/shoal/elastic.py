@@ -153,8 +153,10 @@ class Elastic:
             self._follow()
 
     def in_epoch(self) -> bool:
-        """Whether samples of the epoch are left: at its beginning, after sampler.set_epoch(), and again after each change of the
-        ranks. The loop then makes a new loader."""
+        """True at the beginning of a pass through the samples, after sampler.set_epoch(), and again after each change of the
+        ranks while samples are left: the loop then makes a new loader. False at the end of the pass, which is wherever the loop
+        asks again without a change: one that leaves `while elastic.in_epoch()` itself must call set_epoch() for the next pass.
+        Ranks must make the same passes."""
         self._said.end_pass()
         return self._running.in_epoch()
 
@@ -201,7 +203,8 @@ class Elastic:
 
     @property
     def first_epoch(self) -> int:
-        """0, or the job's present epoch in a process that has joined it."""
+        """0, or the job's present epoch in a process that has joined it: the passes that have ended, where the job's loop never calls
+        set_epoch()."""
         return self._running.first_epoch()
 
     @property

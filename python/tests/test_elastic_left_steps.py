@@ -270,3 +270,74 @@ def test_ELA01_averages_may_take_the_place_of_parameters_in_an_evaluation():
     first, second = survivors(run, set(), ranks=2)
     assert first == second
     assert first[1] == 2
+
+
+def passes(rank, train, loader_once=False):
+    """Three epochs of 48 samples on two ranks, of which rank 1 ends in the second one if `train` does so; complete steps."""
+    sampler = shoal.data.DistributedSampler(Numbered(), shuffle=False)
+    _, model, optimizer, elastic = training(sampler)
+    loader = torch.utils.data.DataLoader(Numbered(), batch_size=4, sampler=sampler)
+
+    def batches():
+        for _, x, y in loader if loader_once else torch.utils.data.DataLoader(Numbered(), batch_size=4, sampler=sampler):
+
+            def compute(x=x, y=y):
+                if rank == 1 and elastic.steps == 8 and train is not skip:
+                    die()
+                loss_of(model(x), y).backward()
+
+            complete = elastic.step(len(x), compute, optimizer.step)
+            optimizer.zero_grad()
+            yield complete
+
+    train(rank, sampler, elastic, batches)
+    return elastic.steps
+
+
+def name_within(rank, sampler, elastic, batches):
+    for epoch in range(elastic.first_epoch, 3):
+        while elastic.in_epoch():
+            sampler.set_epoch(epoch)
+            all(batches())
+
+
+def name_nothing(rank, sampler, elastic, batches):
+    for _ in range(elastic.first_epoch, 3):
+        while elastic.in_epoch():
+            all(batches())
+
+
+def skip(rank, sampler, elastic, batches):
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        while elastic.in_epoch():
+            for i, complete in enumerate(batches()):
+                if not complete or (rank == 1 and epoch == 0 and i == 4):
+                    break
+
+
+def never_ask(rank, sampler, elastic, batches):
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        list(batches())
+
+
+# Six steps, two of eight samples and eight of four, and twelve.
+@pytest.mark.parametrize("train", [name_within, name_nothing])
+@pytest.mark.parametrize("loader_once", [False, True])
+def test_ELA05_each_pass_takes_each_sample_once_whatever_names_epochs(train, loader_once):
+    assert survivors(lambda rank: passes(rank, train, loader_once), {1}, ranks=2) == [28]
+
+
+@pytest.mark.parametrize(
+    ("train", "text", "victims"),
+    [(skip, "ranks are in passes 1 to 2 through their samples", ()), (never_ask, "never calls in_epoch()", (1,))],
+)
+def test_ELA05_ranks_in_different_passes_and_loops_without_passes_are_refused(train, text, victims):
+    def run(rank):
+        with pytest.raises(shoal.UsageError) as error:
+            passes(rank, train)
+        return str(error.value)
+
+    for said in survivors(run, victims, ranks=2):
+        assert text in said

@@ -56,6 +56,9 @@ std::string Admission::state_text(const Position& position) const {
   json["changes"] = position.changes;
   json["steps_before"] = position.steps_before;
   json["taken"] = position.taken;
+  json["pass"] = position.pass;
+  json["passes_over"] = position.passes_over;
+  json["names_epochs"] = position.names_epochs;
   json["inside"] = position.epoch.has_value();
   json["epoch"] = position.epoch.value_or(position.next_epoch);
   json["batch"] = {{"size", batch_.size()}, {"shares", batch_.first_shares()}, {"seed", batch_.first_seed()}};
@@ -122,6 +125,9 @@ void Admission::take(const std::string& text, const Group& group, int from, Posi
   position.steps_before = json.at("steps_before");
   position.taken = json.at("taken");
   position.next_epoch = json.at("epoch");
+  position.pass = json.at("pass");
+  position.passes_over = json.at("passes_over");
+  position.names_epochs = json.at("names_epochs");
   position.epoch.reset();
   if (json.at("inside").get<bool>()) position.epoch = position.next_epoch;
 }

@@ -21,6 +21,9 @@ struct Position {
   size_t taken = 0;               // places of the epoch that complete steps have used
   std::optional<size_t> epoch{};  // in which the loop is; nothing: between two
   size_t next_epoch = 0;          // the sampler's
+  bool names_epochs = false;      // whether the job's loop gives it their numbers
+  int64_t pass = 0;               // passes through the samples that were begun
+  int64_t passes_over = 0;        // of them, those that some rank has ended
 };
 
 // Gives newcomers the job's state, which a lone process takes before it is made one of the job's ranks.

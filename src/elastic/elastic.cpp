@@ -113,31 +113,6 @@ void Elastic::State::require_supported() const {
   }
 }
 
-bool Elastic::State::begin_epoch() {
-  if (!in_place && sampler->epoch() != first_epoch) {
-    generations->resign();
-    throw UsageError(
-        fmt::format("Elastic: this newcomer's loop begins with epoch {}, and the job is in epoch {}: begin it "
-                    "with first_epoch(), and call sampler.set_epoch() before in_epoch()",
-                    sampler->epoch(), first_epoch));
-  }
-  in_place = true;
-  begin_loop();
-  const bool inside = epoch && *epoch == sampler->epoch();
-  if (!inside) {
-    taken = sampler->taken();
-    skipped = 0;
-  }
-  const bool begins = !inside || outdated;
-  divide(taken);
-  outdated = false;
-  epoch = sampler->epoch();
-  if (begins && sampler->num_samples() > 0) return true;
-  epoch.reset();
-  divide(0);
-  return false;
-}
-
 Elastic::Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
                  DistributedSampler& sampler, const ElasticOptions& options)
     : state_(std::make_unique<State>(world, elastic_parts(world, parallel, optimizer), &sampler, options)) {}

@@ -73,7 +73,7 @@ void Elastic::State::recover(const std::function<void()>* update) {
   if (sampler != nullptr) {
     outdated = true;
     batch.outdate_copies(*sampler, epoch ? taken : 0);
-    if (comes) sampler->set_epoch(first_epoch);
+    if (comes) sampler->torch::data::samplers::DistributedSampler<>::set_epoch(job_epoch);  // not by the program
     const bool inside = comes || (epoch && *epoch == sampler->epoch());
     divide(inside ? taken : sampler->taken());  // the program may have begun behind some of the epoch's samples
   }
@@ -102,11 +102,10 @@ void Elastic::State::recover(const std::function<void()>* update) {
 std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const auto group = world.group();
   const bool comes = generations->is_newcomer();
-  const auto own = at::tensor(
-      {changes, static_cast<int64_t>(ready), static_cast<int64_t>(comes), ended, static_cast<int64_t>(proven),
-       static_cast<int64_t>(longest_wait.count()), static_cast<int64_t>(taken + skipped), in_step ? places : 0,
-       epoch ? static_cast<int64_t>(*epoch) : -1},
-      at::kLong);
+  const auto own = at::tensor({changes, static_cast<int64_t>(ready), static_cast<int64_t>(comes), ended,
+                               static_cast<int64_t>(proven), static_cast<int64_t>(longest_wait.count()),
+                               static_cast<int64_t>(taken + skipped), in_step ? places : 0, progress()},
+                              at::kLong);
   auto all = at::empty({group.size(), own.numel()}, at::kLong);
   group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
   longest_wait = std::chrono::milliseconds(all.select(1, 5).max().item<int64_t>());
@@ -147,7 +146,8 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   } else {
     undo();
   }
-  // What all ranks of the epoch have taken or skipped: what only some have skipped is done again. The same in a repetition.
+  passes_over = old.select(1, 8).max().item<int64_t>() / 2;
+  // What all ranks of the pass have taken or skipped: what only some have skipped is done again. The same in a repetition.
   for (int64_t row = 0; row < old.size(0); ++row) {
     if (old[row][8].item<int64_t>() != own[8].item<int64_t>()) continue;
     const bool ends = finishes || old[row][0].item<int64_t>() < furthest;
@@ -175,7 +175,10 @@ bool Elastic::State::admit() {
 void Elastic::State::share(const std::vector<bool>& newcomers) {
   const bool comes = generations->is_newcomer();
   Position position{.done = done, .changes = changes, .steps_before = steps_before, .taken = taken, .epoch = epoch};
+  position.pass = pass;
+  position.passes_over = passes_over;
   if (sampler != nullptr) {
+    position.names_epochs = sampler->names_epochs();
     position.next_epoch = sampler->epoch();
     if (!epoch || *epoch != sampler->epoch()) position.taken = sampler->taken();
   }
@@ -186,7 +189,10 @@ void Elastic::State::share(const std::vector<bool>& newcomers) {
   steps_before = position.steps_before;
   taken = position.taken;
   epoch = position.epoch;
-  first_epoch = position.next_epoch;
+  pass = position.pass;
+  passes_over = position.passes_over;
+  job_epoch = position.next_epoch;
+  first_epoch = position.names_epochs ? job_epoch : static_cast<size_t>(pass - (epoch ? 1 : 0));
 }
 
 void Elastic::State::open_for_newcomers() const {

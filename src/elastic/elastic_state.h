@@ -1,6 +1,7 @@
 #pragma once
 // State of an elastic training, and what its steps and recoveries do with it.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -38,8 +39,16 @@ struct Elastic::State {
 
   // elastic.cpp
   void require_supported() const;
-  bool begin_epoch();
   void divide(size_t from) { batch.divide(*sampler, from); }
+
+  // elastic_pass.cpp
+  bool begin_epoch();
+  // In a step: set_epoch() after in_epoch() is of the pass that this has begun.
+  void follow_epoch();
+  // UsageError if the ranks' greatest and least passes, and numbers of epochs, differ.
+  void require_one_pass(const std::vector<double>& most);
+  // Grows as this rank begins and ends passes, and as it learns that others have: odd within a pass.
+  int64_t progress() const { return std::max(2 * pass - (epoch ? 1 : 0), 2 * passes_over); }
 
   // elastic_step.cpp
   bool step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
@@ -145,6 +154,7 @@ struct Elastic::State {
   bool asked = false;             // processes ask to join, as all ranks know
   bool begun = true;              // this rank's loop, in a newcomer
   bool in_place = true;           // this rank's sampler is in the job's epoch, in a newcomer
+  size_t job_epoch = 0;           // the job's sampler's when this rank came, in a newcomer
   size_t first_epoch = 0;
   bool proven = true;                        // this rank has completed a step with others; false: a newcomer
   bool differ = false;                       // ranks do, as all of them have found, and newcomers may be why
@@ -155,7 +165,10 @@ struct Elastic::State {
   int64_t most_ended = 0;                    // the most of all ranks, at the last recovery
   size_t taken = 0;                          // places of the epoch behind which the rest begins
   size_t skipped = 0;                        // behind those: of steps that this rank has left by an error
-  std::optional<size_t> epoch;
+  std::optional<size_t> epoch;               // the sampler's, within a pass
+  int64_t pass = 0;         // passes through the samples that this rank has begun, whatever their epoch's number
+  int64_t passes_over = 0;  // of them, those that some rank has ended, as of the last recovery
+  bool asks = false;        // this rank has called in_epoch()
   std::optional<int64_t> left_step;  // began_at of a step that this rank has left by an error
 };
 

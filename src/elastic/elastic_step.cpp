@@ -53,6 +53,8 @@ bool Elastic::State::meet(bool map) {
   const auto complete = static_cast<double>(done);
   std::vector<double> values{count,    -count,   map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0,
                              complete, -complete};
+  const auto of_epoch = static_cast<double>(sampler != nullptr ? sampler->epoch() : 0);
+  for (const double place : {static_cast<double>(pass), of_epoch}) values.insert(values.end(), {place, -place});
   const auto drops = static_cast<int64_t>(values.size());
   values.resize(values.size() + static_cast<size_t>(world.size()));  // by rank
   values[static_cast<size_t>(drops + world.rank())] = static_cast<double>(dropped);
@@ -73,6 +75,7 @@ bool Elastic::State::meet(bool map) {
                     -most[6], most[5]));
   }
   require_equal_drops({most.begin() + drops, most.begin() + fixed});
+  require_one_pass({most.begin() + 7, most.begin() + drops});
   if (sampler != nullptr && most[0] != -most[1]) {
     throw UsageError(
         fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
@@ -203,8 +206,15 @@ void Elastic::State::skip_step() {
 
 bool Elastic::State::step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
   require_between_steps("step()");
+  if (outdated && !asks) {
+    if (generations->is_on_trial()) generations->resign();
+    throw UsageError(
+        "Elastic: the ranks have changed, and this loop never calls in_epoch(), which divides the rest of the samples "
+        "anew: make the loader within while (elastic.in_epoch()), and leave it when step() returns false");
+  }
   if (outdated) return false;
   begin_loop();
+  follow_epoch();
   running = true;
   const auto end = c10::make_scope_exit([this] { running = false; });
   try {

@@ -43,6 +43,8 @@ class GlobalBatch {
   void outdate_copies(DistributedSampler& sampler, size_t taken);
   // Gives the sampler this rank's shares of the epoch's rest, behind `taken` places.
   void divide(DistributedSampler& sampler, size_t taken);
+  // A whole epoch follows, by the same division.
+  void begin_epoch() { divided_at_ = 0; }
   // UsageError if a step behind `taken` places does not have as many samples of this rank.
   void require(int64_t samples, const DistributedSampler& sampler, size_t taken) const;
 

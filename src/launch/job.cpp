@@ -76,6 +76,9 @@ int Job::run() {
     output_.say("no rank is left, so the job and all shards of its state are lost{}",
                 options_.when_lost ? options_.when_lost() : "");
   }
+  if (succeeded_ && last_failure_ && ranks_.go_on() && !interrupted_) {
+    output_.say("no rank has ended well since then: whatever was left to train or to save is lost");
+  }
   if (code_ && (!interrupted_ || code_before_interrupt_)) print_verdict();
   forward_the_rest();
   return result();
@@ -89,7 +92,8 @@ int Job::result() const {
   const auto joined = [&](const Child& child) { return ranks_.belongs(child); };
   const auto& children = ranks_.children();
   if (options_.join && std::none_of(children.begin(), children.end(), joined)) return 1;
-  return succeeded_ && ranks_.go_on() ? 0 : code_.value_or(0);
+  if (!succeeded_ || !ranks_.go_on()) return code_.value_or(0);
+  return last_failure_.value_or(0);
 }
 
 void Job::warn_of_strangers() {
@@ -261,7 +265,7 @@ void Job::end_overdue() {
 }
 
 void Job::reap() {
-  std::vector<int> replaced;
+  std::vector<std::pair<Child*, int>> ended;
   for (auto& child : ranks_.children()) {
     int status = 0;
     if (!child.running || waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) != child.pid) continue;
@@ -273,7 +277,13 @@ void Job::reap() {
     kill(-child.pid, SIGKILL);  // ends its descendants
     tell_watcher(&Watcher::remove, child.pid);
     store_.report_end(child.rank);
-    if (!child.late && note_end(child, status)) replaced.push_back(child.rank);
+    if (!child.late) ended.emplace_back(&child, status);
+  }
+  // Those that have ended well have gone on without those that have failed meanwhile.
+  std::stable_partition(ended.begin(), ended.end(), [](const auto& one) { return one.second != 0; });
+  std::vector<int> replaced;
+  for (const auto& [child, status] : ended) {
+    if (note_end(*child, status)) replaced.push_back(child->rank);
   }
   for (const int rank : replaced) replace(rank);
 }
@@ -281,7 +291,10 @@ void Job::reap() {
 // Whether another one may take its place.
 bool Job::note_end(Child& child, int status) {
   const bool belonged = ranks_.belongs(child, /*wait=*/true);
-  succeeded_ = succeeded_ || (status == 0 && belonged);
+  if (status == 0 && belonged) {
+    succeeded_ = true;
+    last_failure_.reset();
+  }
   // After the failure that has ended the job, the others' are its consequences.
   const bool consequence = code_ && !ranks_.go_on();
   child.failed = status != 0;
@@ -301,6 +314,7 @@ bool Job::note_end(Child& child, int status) {
     return true;
   }
   if (!code_) code_ = exit_code(status);
+  if (options_.min_ranks > 0 && exit_code(status) != interrupted_well) last_failure_ = exit_code(status);
   if (!ranks_.go_on()) store_.report_failure(text);
   tell();
   if (!stop_times_.set() && !interrupted_ && !ranks_.go_on()) {

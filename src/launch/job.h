@@ -67,8 +67,9 @@ class Job {
   Ranks ranks_;
   StopTimes stop_times_;
   int restarts_ = 0;
-  std::optional<int> code_;  // exit code of the first failure
-  bool succeeded_ = false;   // of any rank
+  std::optional<int> code_;          // exit code of the first failure
+  std::optional<int> last_failure_;  // of an elastic job: since then no rank has ended well
+  bool succeeded_ = false;           // of any rank
   bool interrupted_ = false;
   std::optional<int> code_before_interrupt_;
   bool told_of_others_ = false;

@@ -46,7 +46,7 @@ struct LaunchOptions {
 // the job until it is admitted. With `join` all ranks of this node are such processes.
 // A rank that a signal has stopped is named, too. Returns 0, or the first failure's exit code (128 + number for a
 // signal; with keep_going only if all have failed, with min_ranks only if too few were left or, with several nodes, all
-// of this one have failed; 1 for one on another node), or 130 after SIGINT, SIGTERM or SIGHUP (unless nohup has it
+// of this one have failed, or for a failure after which no rank has ended well; 1 for one on another node), or 130 after SIGINT, SIGTERM or SIGHUP (unless nohup has it
 // ignored): the first of these reaches the ranks as SIGINT and starts the stop time, a second one kills them. With
 // flight recorders, prints their verdict on standard error when a rank has failed, and on SIGUSR1. With several nodes,
 // each host runs a launcher; that of node 0 holds the store, and stays until the others have ended. They share a secret

@@ -50,6 +50,11 @@ DistributedSampler::DistributedSampler(size_t size, size_t num_replicas, size_t 
 DistributedSampler::DistributedSampler(size_t size, const Group& group, const DistributedSamplerOptions& options)
     : DistributedSampler(size, static_cast<size_t>(group.size()), static_cast<size_t>(group.rank()), options) {}
 
+void DistributedSampler::set_epoch(size_t epoch) {
+  named_ = true;
+  torch::data::samplers::DistributedSampler<>::set_epoch(epoch);
+}
+
 void DistributedSampler::reset(std::optional<size_t> new_size) {
   if (job_division_.outdated()) {
     throw UsageError(fmt::format(
@@ -182,7 +187,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   archive.try_read("first", saved, /*is_buffer=*/true);  // archives of older versions have none
   const auto first = std::min(size_, static_cast<size_t>(std::max<int64_t>(0, saved.item<int64_t>())));
   require_within(index, first);
-  set_epoch(epoch);
+  epoch_ = epoch;
   begin_at(first, index);
 }
 

@@ -229,6 +229,20 @@ TEST(Launch, ELA01_an_elastic_job_goes_on_while_enough_ranks_are_left) {
   EXPECT_TRUE(contains(launch({"-n", "2", "--elastic", "3", "--", "true"}), "at least 3 ranks of 2")) << "refused";
 }
 
+// Nobody has gone on without these: one saved alone when the others had ended, or one ended long before the others failed.
+TEST(Launch, ELA01_an_elastic_job_whose_last_rank_fails_has_failed) {
+  const auto saves =
+      launch({"-n", "3", "--elastic", "1", "--", "sh", "-c", "[ $RANK = 0 ] && { sleep 1; exit 3; }; true"});
+  EXPECT_EQ(saves.code, 3) << saves.output;
+  EXPECT_TRUE(contains(saves, "no rank has ended well since then")) << saves.output;
+  const auto killed =
+      launch({"-n", "3", "--elastic", "1", "--", "sh", "-c", "[ $RANK = 2 ] && exit; sleep 1; kill -9 $$"});
+  EXPECT_EQ(killed.code, 128 + 9) << killed.output;
+  const auto goes_on = launch({"-n", "3", "--elastic", "1", "--", "sh", "-c",
+                               "[ $RANK = 2 ] && exit; sleep $RANK.5; [ $RANK = 0 ] && kill -9 $$; true"});
+  EXPECT_EQ(goes_on.code, 0) << goes_on.output;
+}
+
 // The newcomers fail before they join: that is no failure of the job.
 TEST(Launch, ELA06_a_rank_is_started_in_place_of_a_failed_one_so_often) {
   const auto ended = launch({"-n", "2", "--elastic", "1:3", "--max-restarts", "2", "--", "sh", "-c",
