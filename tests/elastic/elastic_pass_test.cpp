@@ -1,7 +1,6 @@
 // Passes through the samples: which one a rank is in, whatever numbers the loop gives to epochs.
 
 #include <gtest/gtest.h>
-#include <torch/data.h>
 
 #include "tests/elastic/elastic_join.h"
 #include "tests/support/refusal.h"
