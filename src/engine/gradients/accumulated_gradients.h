@@ -9,6 +9,7 @@
 
 #include "engine/gradients/earlier_sums.h"
 #include "engine/gradients/shown_gradients.h"
+#include "engine/gradients/weight_under_way.h"
 #include "memory/views.h"
 
 namespace shoal {
@@ -45,6 +46,12 @@ class AccumulatedGradients {
   const std::optional<double>& weight() const { return own_.weight; }
   void set_weight(const std::optional<double>& weight) { own_.weight = weight; }
   void add_weight(double weight) { own_.weight = own_.weight.value_or(0.0) + weight; }
+  // Adds the weight of the backward that is under way, if it was given to another wrapper; false if none was.
+  bool add_others_weight() {
+    if (!others_weight_.take([this](double weight) { add_weight(weight); })) return false;
+    if (!own_.weight) own_.weight = others_weight_.spent();
+    return true;
+  }
 
   // Call before autograd adds to grad(). UsageError if grad() lies in memory that the program shares with other tensors, which
   // do not get the sums: where these do not reach every rank.
@@ -77,7 +84,10 @@ class AccumulatedGradients {
     if (everywhere_ && (in_buckets_ || !local)) shown_.end_graphs(gradients_);
   }
   // Forgets this rank's own gradients, after a step reduced them or they were given up.
-  void forget() { own_ = Own(gradients_.size()); }
+  void forget() {
+    others_weight_.spend(own_.weight);
+    own_ = Own(gradients_.size());
+  }
   // Removes the marks of local gradients (local_gradients.h).
   void unmark();
 
@@ -142,6 +152,7 @@ class AccumulatedGradients {
   bool in_buckets_;
   bool everywhere_;
   Own own_;
+  OthersWeight others_weight_;
   std::vector<bool> means_;        // by gradient: an earlier step has left a mean in grad()
   std::vector<Version> versions_;  // by gradient
   EarlierSums sums_;

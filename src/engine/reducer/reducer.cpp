@@ -121,14 +121,11 @@ void Reducer::begin_backward() {
   check_last_step();
   callbacks.before_backward();
   callbacks.before_writing();
-  bool weighted = weighing_ != Weighing::none;
+  const bool weighted = weighing_ != Weighing::none;
   if (!weighted) adopt_changes();
   const bool in_backward = BackwardTracker::in_backward();
-  if (!weighted && others_weight_.take([this](double weight) { accumulated_.add_weight(weight); })) {
-    weighted = true;
-    if (!accumulated_.weight()) accumulated_.set_weight(others_weight_.spent());
-  }
-  if (accumulated_.weight() && !weighted && in_backward) {
+  const bool by_other = !weighted && accumulated_.add_others_weight();
+  if (accumulated_.weight() && !weighted && !by_other && in_backward) {
     throw UsageError(
         "this step has backwards with and without a weight: pass a weight to all of its micro-batches, or to none");
   }

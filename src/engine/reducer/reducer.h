@@ -11,7 +11,6 @@
 #include "engine/gradients/accumulated_gradients.h"
 #include "engine/gradients/backward_tracker.h"
 #include "engine/gradients/spent_gradients.h"
-#include "engine/gradients/weight_under_way.h"
 #include "engine/reducer/gradient_consumer.h"
 #include "engine/reducer/gradient_reduction.h"
 #include "engine/reducer/step.h"
@@ -275,7 +274,6 @@ class Reducer final : private BackwardListener {
 
   enum class Weighing { none, under_way, spent };  // spent: a step of the backward with a weight has ended
   Weighing weighing_ = Weighing::none;
-  OthersWeight others_weight_;
   StepEntry entry_;
   std::optional<Step> step_;  // while a step runs
   LastStep last_;

@@ -179,7 +179,6 @@ void Reducer::close_step() {
     // A backward of several steps (BackwardTracker::Options::splits) has one weight, which counts in each.
     if (weighing_ != Weighing::none) weighing_ = Weighing::spent;
     const auto weight = weighing_ == Weighing::spent ? accumulated_.weight() : std::nullopt;
-    others_weight_.spend(accumulated_.weight());
     accumulated_.forget();
     accumulated_.set_weight(weight);
   }
