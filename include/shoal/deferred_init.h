@@ -21,9 +21,10 @@ namespace shoal {
 // Strategies materialize the parameters with the values that the constructors would have given them;
 // FullyShardedDataParallel does it unit by unit, so that no rank ever holds the full model. Random numbers are drawn at
 // that time, part by part, in the order of construction within a part. Tensors that existed before take part as usual,
-// with the values that they have in the scope: an operator that is recorded keeps a copy of them. An operator whose
-// result has a shape that PyTorch does not know beforehand runs at once if no tensor is among its arguments
-// (randperm()), and throws UsageError otherwise (multinomial(), nonzero()). Operators whose result is not a tensor
+// with the values that they have in the scope: an operator that is recorded keeps a copy of them. An operator
+// without a kernel for the meta device in libtorch runs on zeros, for the shape of its result. If that depends on
+// values, or the operator draws random numbers, it runs at once if no tensor is among its arguments (randperm()), and
+// throws UsageError otherwise (nonzero(), multinomial()). Operators whose result is not a tensor
 // (item(), equal()) throw UsageError, and accesses past the operators (data_ptr(), torch::tensor(std::vector))
 // c10::Error, because there are no values. Outside the scope, a deferred tensor can only be viewed until it is
 // materialized. Scopes may nest and must end on the thread that began them. Not collective.

@@ -273,8 +273,8 @@ struct MuonWithAdamWOptions {
 //   shoal::FullyShardedOptimizer<shoal::MuonWithAdamW> optimizer(parallel, shoal::MuonWithAdamW::groups_of(*model),
 //                                                                options);
 //
-// The first param group is Muon's: matrices only. The others are AdamW's (FusedAdamW), which takes lr and weight_decay of
-// their MuonOptions, so that both can share a schedule; see MuonRate::match_rms_adamw. A parameter has the state of its
+// The first param group is Muon's: matrices only. The others are AdamW's (FusedAdamW), which takes lr and weight_decay
+// of their MuonOptions, so that both can share a schedule; see MuonRate::match_rms_adamw. A parameter has the state of its
 // optimizer's class. Not for torch::save, whose archive has one kind of state; use shoal::save.
 class MuonWithAdamW : public detail::OptimizerBase<MuonOptions, MuonParamState> {
  public:

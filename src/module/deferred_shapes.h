@@ -7,9 +7,9 @@
 
 namespace shoal {
 
-// Tensors of the shapes, strides and dtypes of the operator's results; their values and devices mean nothing. device: the
-// index of the operator's argument of that name. None for an operator without tensors among its arguments that has to run
-// to show them. UsageError for another one whose shapes depend on values.
+// Tensors of the shapes, strides and dtypes of the operator's results; their values and devices mean nothing. device:
+// the index of the operator's argument of that name. None for an operator without tensors among its arguments that has
+// to run to show them. UsageError for another one whose shapes depend on values.
 std::optional<OperatorValues> shapes_of_results(const c10::OperatorHandle& op, const OperatorValues& arguments,
                                                 std::optional<int> device);
 

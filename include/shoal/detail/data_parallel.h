@@ -54,7 +54,8 @@ class DataParallelCore : public Joinable {
   // weight of all ranks and all micro-batches of the step, including those under no_sync. weight >= 0 and finite; 0:
   // this rank has no samples in this step. In one step, all ranks call either only this function or only
   // loss.backward(). It is added to what earlier steps have left in the gradients. Under DistributedDataParallel,
-  // what the program has written to these since counts as a gradient of this rank.
+  // what the program has written to these since counts as a gradient of this rank. If the loss goes through the modules
+  // of several wrappers, call it on one of them: the weight is that of all.
   void backward(const at::Tensor& loss_sum, double weight);
 
   // Scope in which backward accumulates without communication. If `accumulate` is false it has no effect, so a loop

@@ -40,7 +40,7 @@ class Activity {
     return counts;
   }
 
-  // Records that the calling thread issues or waits for an operation.
+  // Records that the calling thread makes a group, or issues or waits for an operation.
   void seen() {
     const auto& own = this_thread();
     if (last_.load(std::memory_order_relaxed) == own.number) return;
@@ -49,7 +49,7 @@ class Activity {
     threads_[own.number] = own.alive;
     last_ = own.number;
   }
-  // Whether more than one living thread has called operations.
+  // Whether more than one living thread has done so.
   bool several_threads() const {
     const std::lock_guard lock(mutex_);
     return std::count_if(threads_.begin(), threads_.end(),
@@ -69,7 +69,7 @@ class Activity {
 
   mutable std::mutex mutex_;
   std::map<std::string, std::weak_ptr<CallHistory>> groups_;
-  std::map<uint64_t, std::weak_ptr<char>> threads_;  // threads that have called operations, by number
+  std::map<uint64_t, std::weak_ptr<char>> threads_;  // threads that have made groups or called operations, by number
   std::atomic<uint64_t> last_ = 0;                   // number of the last one
 };
 
