@@ -117,6 +117,7 @@ class DataParallelCore : public Joinable {
  private:
   friend Reducer& reducer_of(DataParallelCore& parallel);  // for checkpoints and Elastic
   friend const ModuleTensors& tensors_of(DataParallelCore& parallel);
+  friend bool was_synchronized(DataParallelCore& parallel);
   friend void set_share(DataParallelCore& parallel, std::optional<double> share);
   std::unique_ptr<State> state_;
 };
