@@ -70,7 +70,7 @@ void weighted_end(Bench& bench, int64_t micros) {
 }
 
 // Part n has n + 2 batches; parts without a batch contribute zero.
-void joined(Bench& bench) {
+void join_recomputing(Bench& bench) {
   auto model = std::make_shared<RecomputedEnd>();
   auto training = bench.wrap(model);
   const auto share = [&](int64_t step, int part) { return rows(1000 * (part + 1) + step, {4, 6}); };
@@ -128,7 +128,7 @@ Behaviours recomputing() {
        }},
       {"recomputed_last_layers_with_weights", [](Bench& bench) { weighted_end(bench, 1); }},
       {"recomputed_last_layers_with_weights_accumulated", [](Bench& bench) { weighted_end(bench, 2); }},
-      {"recomputed_last_layers_and_unequal_numbers_of_batches", [](Bench& bench) { joined(bench); }},
+      {"recomputed_last_layers_and_unequal_numbers_of_batches", [](Bench& bench) { join_recomputing(bench); }},
       {"a_block_recomputed_twice",
        [](Bench& bench) {
          auto model = std::make_shared<RecomputedTwice>();
