@@ -189,12 +189,6 @@ TEST(ElasticPass, ELA05_a_loop_without_in_epoch_is_refused_once_the_ranks_have_c
   }
 }
 
-}
-std::optional<size_t> size() const override {
-  return 60;
-}
-};
-
 // Two ranks train, to step 30 alone; a third one comes, in their second pass of 24 steps.
 std::vector<std::string> join_in_the_second_pass(
     const std::function<void(Loop& loop, const std::function<void()>&)>& train) {
