@@ -169,6 +169,7 @@ void require_replaceable(const fs::path& root, int64_t step) {
   const auto path = root / step_name(step);
   std::error_code error;
   if (!fs::exists(path, error) || fs::exists(path / index_name, error)) return;
+  if (fs::is_directory(path, error) && fs::is_empty(path, error)) return;
   throw CheckpointError(
       fmt::format("{} is there already and is no checkpoint of shoal (it has no {}): move it away, or save to another "
                   "folder",

@@ -2,10 +2,12 @@
 
 #include <ATen/Context.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <charconv>
+#include <functional>
 #include <iterator>
 #include <numeric>
 #include <optional>
@@ -246,12 +248,32 @@ std::string read_position(const Json& stored) {
   return bytes;
 }
 
+namespace {
+
+// What a wrapper ignores is each rank's own affair. Ranks that have tensors of other names, kinds or shapes there save one set.
+void keep_own_where_alike(CheckpointView& view, const Group& group) {
+  std::string text;
+  const auto add = [&](const char* kind, const std::string& name, at::IntArrayRef sizes) {
+    if (view.own.contains(name)) text += fmt::format("{} {} [{}]\n", kind, name, fmt::join(sizes, ", "));
+  };
+  for (const auto& share : view.shares) {
+    for (const auto& piece : share.pieces) add("trained", piece.name, piece.parameter.sizes());
+  }
+  for (const auto& slice : view.rest) add("frozen", slice.name, slice.shape);
+  const auto own = static_cast<double>(std::hash<std::string>()(text) >> 11);  // as many bits as a double has
+  const auto ends = group.all_reduce({own, -own}, ReduceOp::max, {-1, -1, "names of ignored parameters"});
+  if (ends[0] != -ends[1]) view.own.clear();
+}
+
+}  // namespace
+
 CheckpointContents contents_of(CheckpointSource& source, const Group& group, const Companions& companions,
                                const SaveOptions& options) {
   const torch::NoGradGuard no_grad;
   CheckpointContents contents{.step = options.step, .strategy = source.strategy(), .slices = {}};
-  source.adopt_changes();
-  const auto view = source.view();
+  source.adopt_trainable();
+  auto view = source.view();
+  keep_own_where_alike(view, group);
   Collector collector(source, group, contents);
   collector.add(view);
   for (const auto& [name, state] : random_states(view)) collector.add_of_rank(name, state);

@@ -360,11 +360,10 @@ void TrainingLoader::read_model() const {
       if (piece.owner != share.rank || !piece.updated.defined() || !has(piece.name)) continue;
       const auto name = own_name(piece.name, diverges_);
       const auto copy = piece.updated.detach();
-      // Of the model alone, 16-bit values are what a program writes into parameters: a float32 copy that rounds to them stays, as
-      // load_state_dict() may have brought it.
+      // Of the model alone, values of the parameters' dtype are what a program writes into them: a float32 copy that rounds to
+      // them stays, as load_state_dict() may have brought it.
       const auto stored = reader_.tensor(name).dtype;
-      const bool rounded =
-          piece.main && model_only() && static_cast<int64_t>(c10::elementSize(stored)) < copy.element_size();
+      const bool rounded = piece.main && model_only() && stored == piece.parameter.scalar_type();
       const auto values = rounded ? at::empty_like(copy, copy.options().dtype(stored)) : copy;
       if (piece.whole() || name != piece.name) {
         read_whole(name, values);

@@ -59,8 +59,10 @@ class CheckpointSource {
   virtual bool continues(const std::string& saved) const { return saved == strategy(); }
   // The ranks that save and load. Collective.
   virtual Group group() = 0;
-  // Called before view(): takes over what the program has changed since the last step, as the next step would. Collective.
+  // Called before view(). For a load, takes over what the program has changed since the last step, as the next step would. For a
+  // save, no values: the program may have others in place that it takes away again. Collective.
   virtual void adopt_changes() {}
+  virtual void adopt_trainable() {}
   virtual CheckpointView view() = 0;
   // Before a load of parameters that are not in view() and have optimizer state in the checkpoint. Those that are frozen now and
   // can be trained later without a new wrapper belong to view() from now on, so that they get their state. Collective.

@@ -113,7 +113,8 @@ void BackwardTracker::follow(Until until) {
 
 void BackwardTracker::ended(Watch& watch) {
   const auto held = lock();
-  if (watch.passes()) {
+  // A local backward only adds to grad(): the rest of the outer one begins anew, and may be one that synchronises.
+  if (phase_ != Phase::local && watch.passes()) {
     recomputes_ = true;
   } else {
     end();

@@ -14,8 +14,11 @@ namespace shoal {
 // Part by part, because what is compared takes memory, too.
 void take_written(const at::Tensor& elements, const at::Tensor& copy) {
   constexpr int64_t at_once = int64_t{1} << 20;
-  const auto exact = copy.detach().split(at_once);
-  const auto now = elements.split(at_once);
+  const auto divided = [](const at::Tensor& tensor) {
+    return (tensor.dim() == 0 ? tensor.unsqueeze(0) : tensor).split(at_once);
+  };
+  const auto exact = divided(copy.detach());
+  const auto now = divided(elements);
   for (size_t i = 0; i < exact.size(); ++i) {
     const auto written = now[i] != exact[i].to(now[i].scalar_type());
     exact[i].copy_(at::where(written, now[i].to(exact[i].scalar_type()), exact[i]));

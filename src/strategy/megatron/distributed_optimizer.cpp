@@ -170,6 +170,10 @@ void DistributedOptimizerCore::finish_param_sync() {
 void DistributedOptimizerCore::complete_gradients() {
   reduction_->told_abandoned = false;
   if (reduction_->options.overlap_grad_reduce) {
+    // In a node or a hook of another backward, with whose end those of these modules would end.
+    for (const auto& chunk : state().modules) {
+      if (BackwardTracker::in_backward() && chunk->reducer().running()) chunk->reducer().end_now();
+    }
     finish_round(state().modules);
     return;
   }

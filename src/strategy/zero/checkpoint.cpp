@@ -18,8 +18,9 @@ namespace {
 
 class OSSSource : public CheckpointSource {
  public:
-  // adopt: the optimizer's adopt_changes(). Collective.
-  OSSSource(DataParallelCore& parallel, OSSCore& optimizer, OSSCore::State& state, std::function<void()> adopt)
+  enum class Adopt { trainable, all };
+  // adopt: what the optimizer takes over in its next step. Collective.
+  OSSSource(DataParallelCore& parallel, OSSCore& optimizer, OSSCore::State& state, std::function<void(Adopt)> adopt)
       : strategy_(dynamic_cast<ShardedDataParallelCore*>(&parallel) != nullptr ? "zero2" : "zero1"),
         parallel_(parallel),
         module_(parallel.module()),
@@ -33,14 +34,24 @@ class OSSSource : public CheckpointSource {
   // Parameters that were unfrozen or converted get their place now, not in the next forward.
   void adopt_changes() override {
     on_all_ranks(group(), "checkpoint", [&] { state_.require_known(optimizer_); });
-    adopt_();
+    adopt_(Adopt::all);
+  }
+  void adopt_trainable() override {
+    on_all_ranks(group(), "checkpoint", [&] { state_.require_known(optimizer_); });
+    adopt_(Adopt::trainable);
   }
   void own_frozen(const std::set<std::string>& names) override {
-    if (names.empty()) return;
+    if (names.empty() || state_.has_commit()) return;  // shares of an elastic job's ranks stay: the load is refused
+    const auto before = state_.owned_though_frozen;
     for (const auto& entry : walk(*module_, {}).parameters) {
       if (names.contains(entry.name)) state_.owned_though_frozen.insert(entry.tensor.unsafeGetTensorImpl());
     }
-    adopt_();
+    try {
+      adopt_(Adopt::all);
+    } catch (...) {
+      state_.owned_though_frozen = before;
+      throw;
+    }
   }
   CheckpointView view() override {
     state_.require_known(optimizer_);
@@ -67,13 +78,21 @@ class OSSSource : public CheckpointSource {
   std::shared_ptr<torch::nn::Module> module_;
   OSSCore& optimizer_;
   OSSCore::State& state_;
-  std::function<void()> adopt_;
+  std::function<void(Adopt)> adopt_;
 };
 
 }  // namespace
 
 std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer) {
-  return std::make_shared<OSSSource>(parallel, optimizer, optimizer.state(), [&] { optimizer.adopt_changes(); });
+  const auto adopt = [&optimizer](OSSSource::Adopt what) {
+    auto& groups = optimizer.param_groups_;
+    if (what == OSSSource::Adopt::all) {
+      optimizer.adopt_changes();
+    } else if (optimizer.state().must_share_again(groups)) {
+      optimizer.share(groups, groups.size());
+    }
+  };
+  return std::make_shared<OSSSource>(parallel, optimizer, optimizer.state(), adopt);
 }
 
 }  // namespace shoal
