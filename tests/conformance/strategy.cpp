@@ -396,7 +396,8 @@ const Exceptions& of_local_updates() {
       of_wrapped() + of_all() +
       all({"unequal_shares_with_weights", "unequal_shares_with_weights_accumulated",
            "recomputed_last_layers_with_weights", "recomputed_last_layers_with_weights_accumulated",
-           "a_recomputed_loss_with_weights", "unequal_shares_with_weights_in_two_wrappers",
+           "a_recomputed_loss_with_weights", "micro_batches_with_weights_within_another_backward",
+           "steps_with_weights_within_another_backward", "unequal_shares_with_weights_in_two_wrappers",
            "unequal_shares_with_weights_in_two_wrappers_accumulated"},
           {Exception::lacks, {"a backward with a weight"}}) +
       all({"unequal_numbers_of_batches", "recomputed_last_layers_and_unequal_numbers_of_batches"},

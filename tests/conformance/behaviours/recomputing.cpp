@@ -98,6 +98,59 @@ void join_recomputing(Bench& bench) {
   bench.same_parameters(*model);
 }
 
+// What a node of another backward does, as one that caches gradients of a large batch.
+struct Within : torch::autograd::Function<Within> {
+  using Act = std::function<void()>;
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Act* act) {
+    context->saved_data["act"] = reinterpret_cast<int64_t>(act);
+    return x.clone();
+  }
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext* context,
+                                               const torch::autograd::tensor_list& grads) {
+    const torch::AutoGradMode enabled(true);
+    (*reinterpret_cast<const Act*>(context->saved_data["act"].toInt()))();
+    return {grads[0], at::Tensor()};
+  }
+};
+
+void micro_batches_within(Bench& bench, bool weighted) {
+  constexpr int64_t micros = 2;
+  auto model = std::make_shared<Perceptron>();
+  auto training = bench.wrap(model);
+  for (int64_t step = 0; step < 3; ++step) {
+    training->zero_grad();
+    int64_t micro = 0;
+    const Within::Act act = [&] {
+      const auto x = bench.batch(10 * step + micro);
+      const double all = bench.one_process() ? static_cast<double>(micros) : 1;
+      const auto local = training->no_sync(++micro < micros);
+      weighted ? training->backward(training->forward(x).pow(2).sum(), rows_of(x) * all)
+               : (loss_of(training->forward(x)) / static_cast<double>(micros)).backward();
+    };
+    auto y = at::ones({1}, at::TensorOptions(at::kDouble).requires_grad(true));
+    for (int64_t i = 0; i < micros; ++i) y = Within::apply(y, &act);
+    y.sum().backward();
+    training->step();
+  }
+  bench.same_parameters(*model);
+}
+
+void steps_within(Bench& bench, bool weighted) {
+  auto model = std::make_shared<Perceptron>();
+  auto training = bench.wrap(model);
+  for (int64_t step = 0; step < 3; ++step) {
+    const Within::Act act = [&] {
+      training->zero_grad();
+      const auto x = bench.batch(step);
+      weighted ? training->backward(training->forward(x).pow(2).sum(), rows_of(x))
+               : loss_of(training->forward(x)).backward();
+      training->step();
+    };
+    Within::apply(at::ones({1}, at::TensorOptions(at::kDouble).requires_grad(true)), &act).sum().backward();
+  }
+  bench.same_parameters(*model);
+}
+
 void recomputed_loss(Bench& bench, const Setup& setup, bool weighted) {
   auto model = std::make_shared<Body>();
   auto training = bench.wrap(model, setup);
@@ -150,6 +203,10 @@ Behaviours recomputing() {
          bench.same_parameters(*model);
        }},
       {"a_recomputed_loss", [](Bench& bench) { recomputed_loss(bench, {}, false); }},
+      {"micro_batches_within_another_backward", [](Bench& bench) { micro_batches_within(bench, false); }},
+      {"micro_batches_with_weights_within_another_backward", [](Bench& bench) { micro_batches_within(bench, true); }},
+      {"steps_within_another_backward", [](Bench& bench) { steps_within(bench, false); }},
+      {"steps_with_weights_within_another_backward", [](Bench& bench) { steps_within(bench, true); }},
       {"a_recomputed_loss_with_weights", [](Bench& bench) { recomputed_loss(bench, {}, true); }},
       {"a_recomputed_loss_and_clipping",
        [](Bench& bench) {
