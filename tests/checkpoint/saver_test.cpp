@@ -168,6 +168,7 @@ TEST(Saver, BEY06_what_is_no_checkpoint_is_never_replaced_by_one) {
     fs::create_directories(folder / "run/step-7");
     std::ofstream(folder / "run/step-7/mine.txt") << "mine";
     std::ofstream(folder / "run/step-8") << "mine";
+    fs::create_directories(folder / "run/step-9");  // empty
   }
   group().barrier().wait();
   CheckpointSaver saver(group(), folder / "run");

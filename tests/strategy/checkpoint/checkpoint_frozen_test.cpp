@@ -1,5 +1,6 @@
 // Checkpoints of trainings in which parameters are frozen, unfrozen or converted, as in fine-tuning.
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -354,6 +355,39 @@ TEST(LoadModelOnly, BEY05_the_model_alone_keeps_the_copies_that_the_optimizers_s
     ASSERT_EQ(now.size(), 6U);
     for (const auto& [name, entry] : now) {
       EXPECT_TRUE(at::equal(entry.tensors.at("main_param"), state.at(name).tensors.at("main_param"))) << name;
+    }
+  }
+}
+
+struct ScaledImpl : torch::nn::Module {
+  explicit ScaledImpl(double value) {
+    weight = register_parameter("weight", at::full({3, 4}, value, at::kBFloat16));
+    scale = register_parameter("scale", at::full({}, value, at::kBFloat16));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x.matmul(weight.t()) * scale; }
+  at::Tensor weight, scale;
+};
+
+// A scalar, and a file of a coarser dtype, whose values count as they are.
+TEST(LoadModelOnly, BEY05_the_model_alone_has_the_files_values) {
+  const SharedFolder folder;
+  for (const auto dtype : {at::kBFloat16, at::kFloat8_e5m2}) {
+    const auto file = folder / fmt::format("{}.safetensors", toString(dtype));
+    if (group().rank() == 0) {
+      ScaledImpl model(1.25);
+      for (auto& parameter : model.parameters()) parameter.set_data(parameter.detach().to(dtype));
+      save_module(file, model);
+    }
+    group().barrier().wait();
+    for (const std::string strategy : {"ddp", "megatron", "fsdp"}) {
+      SCOPED_TRACE(fmt::format("{} {}", strategy, toString(dtype)));
+      auto model = std::make_shared<ScaledImpl>(1.3046875);  // rounds to 1.25 in 8 bits
+      auto training = make_training(strategy, model, one_group(), group(), {.precision = Precision::bf16()});
+      auto state = training->state().value();
+      load(file, state, {.model_only = true});
+      const auto scope = training->full_parameters();
+      EXPECT_EQ(model->weight.min().item<double>(), 1.25);
+      EXPECT_EQ(model->scale.item<double>(), 1.25);
     }
   }
 }

@@ -1,5 +1,6 @@
 // Checkpoints of values that differ between ranks: ignored and frozen parameters, and those of post-local SGD.
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
@@ -138,6 +139,65 @@ TEST(OwnValues, BEY05_what_a_training_ignores_comes_back_on_each_rank_under_ever
       load(folder / strategy, state);
       EXPECT_EQ(difference({model.expert->weight, model.frozen}, saved), 0) << "into another strategy";
     });
+  }
+}
+
+// Ranks that ignore tensors of other names or kinds save one set of them, as before.
+TEST(OwnValues, BEY05_what_ranks_ignore_need_not_be_alike) {
+  const SharedFolder folder;
+  const auto with = [](int rank, const auto& use) {
+    auto model = std::make_shared<NetImpl>(rank);
+    if (rank == 0) model->expert->weight.set_requires_grad(false);
+    if (rank > 0) model->register_parameter(fmt::format("extra_{}", rank), at::full({2}, double(rank), at::kDouble));
+    auto names = ignored;
+    if (rank > 0) names.push_back(fmt::format("extra_{}", rank));
+    DistributedDataParallel parallel(model, group(), {.ignored = names});
+    AdamW optimizer(trainable(*model), AdamWOptions(1e-2));
+    TrainingState state(parallel, optimizer);
+    use(*model, state);
+  };
+  at::Tensor saved;
+  with(group().rank(), [&](NetImpl& model, TrainingState& state) {
+    save(folder / "run", state, {.step = 1});
+    saved = model.body->weight.detach().clone();
+  });
+  with(group().rank(), [&](NetImpl& model, TrainingState& state) {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model.parameters()) parameter.add_(1);
+    load(folder / "run", state, {.partial = true});
+    if (group().rank() > 0)
+      EXPECT_EQ(model.named_parameters()[fmt::format("extra_{}", group().rank())][0].item<double>(), group().rank());
+    EXPECT_EQ(difference({model.body->weight}, {saved}), 0);
+  });
+}
+
+// A program puts averages in place of the parameters, saves, and takes them away again.
+TEST(OwnValues, BEY05_a_save_with_other_values_in_place_leaves_the_trainings_own_alone) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    SCOPED_TRACE(strategy);
+    const SharedFolder folder;
+    std::vector<std::vector<at::Tensor>> ends;
+    for (const bool saves : {false, true}) {
+      auto model = seeded(1);
+      auto training = make_training(strategy, model, optimizer_recipe<AdamW>(AdamWOptions(1e-2)), group(), {});
+      auto state = training->state().value();
+      for (int64_t step = 0; step < 4; ++step) {
+        training->backward(mean_loss(training.forward(batch(group().rank(), step))));
+        training->step();
+        training->zero_grad();
+        if (!saves || step != 2) continue;
+        std::vector<at::Tensor> own;
+        for (auto& parameter : model->parameters()) {
+          own.push_back(parameter.detach());
+          parameter.set_data(at::full_like(parameter, 7));
+        }
+        save(folder / "run", state, {.step = 3});
+        const auto parameters = model->parameters();
+        for (size_t i = 0; i < own.size(); ++i) parameters[i].set_data(own[i]);
+      }
+      ends.push_back(copies(*model));
+    }
+    EXPECT_EQ(difference(ends[1], ends[0]), 0);
   }
 }
 
