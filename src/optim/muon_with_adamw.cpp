@@ -56,9 +56,12 @@ MuonWithAdamW::MuonWithAdamW(const ParamGroups& groups, const MuonOptions& defau
 
 MuonWithAdamW::ParamGroups MuonWithAdamW::groups_of(const torch::nn::Module& module) {
   std::set<const c10::TensorImpl*> embeddings;
-  for (const auto& part : module.modules()) {
-    const auto* embedding = dynamic_cast<const torch::nn::EmbeddingImpl*>(part.get());
+  const auto add = [&](const auto* embedding) {
     if (embedding != nullptr) embeddings.insert(embedding->weight.unsafeGetTensorImpl());
+  };
+  for (const auto& part : module.modules()) {
+    add(dynamic_cast<const torch::nn::EmbeddingImpl*>(part.get()));
+    add(dynamic_cast<const torch::nn::EmbeddingBagImpl*>(part.get()));
   }
   std::vector<at::Tensor> matrices;
   std::vector<at::Tensor> others;

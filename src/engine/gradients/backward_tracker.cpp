@@ -113,8 +113,7 @@ void BackwardTracker::follow(Until until) {
 
 void BackwardTracker::ended(Watch& watch) {
   const auto held = lock();
-  // A local backward only adds to grad(): the rest of the outer one begins anew, and may be one that synchronises.
-  if (phase_ != Phase::local && watch.passes()) {
+  if (watch.passes()) {
     recomputes_ = true;
   } else {
     end();
@@ -180,6 +179,9 @@ void BackwardTracker::arriving(size_t gradient) {
       passed_by_ = {torch::autograd::get_current_graph_task_id(), gradient};
       return;
     }
+    begin();
+  } else if (phase_ == Phase::local && listener_.synchronises()) {
+    end();  // of a micro-batch that a node of an outer backward has run; the last one follows in another node
     begin();
   } else if (options_.splits && recomputes_ && phase_ == Phase::running && arrivals_[gradient] > 0) {
     listener_.end_backward();

@@ -26,6 +26,8 @@ class BackwardListener {
   // End of a backward. A local one is idle again by then; after a synchronising one the listener enters `idle` itself.
   virtual void end_local_backward() = 0;
   virtual void end_backward() = 0;
+  // Whether a backward that begins now would synchronise.
+  virtual bool synchronises() const { return false; }
 
  protected:
   ~BackwardListener() = default;

@@ -209,6 +209,7 @@ class Reducer final : private BackwardListener {
   void arrived(size_t gradient) override;
   void end_local_backward() override;
   void end_backward() override;
+  bool synchronises() const override { return callbacks.synchronises(); }
 
   // reducer.cpp: arrival of gradients
   void adopt_changes();

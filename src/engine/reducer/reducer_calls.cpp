@@ -33,6 +33,9 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
   }
   const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
   if (!has_graph && weight > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
+  // In a node of an outer backward, which has run a micro-batch before.
+  const bool micro_batch_is_over = BackwardTracker::in_backward() && tracker_.phase() == BackwardTracker::Phase::local;
+  if (micro_batch_is_over && callbacks.synchronises()) tracker_.end();
   if (!running()) adopt_changes();
   const auto before = accumulated_.weight();
   accumulated_.add_weight(weight);
