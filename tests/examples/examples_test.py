@@ -67,7 +67,7 @@ class Test:
         run("cmake", "--install", self.options.build, "--prefix", self.prefix)
         # With Clang, half the time; Package.ProgramBuildsAgainstTheInstalledPackageAndTrains takes the system's compiler.
         compiler = re.search("^CMAKE_CXX_COMPILER:[A-Z]*=(.*)$", (self.options.build / "CMakeCache.txt").read_text(), re.M)[1]
-        run("cmake", "-G", "Ninja", "-S", EXAMPLES, "-B", self.programs, f"-DCMAKE_CXX_COMPILER={compiler}",
+        run("cmake", "--fresh", "-G", "Ninja", "-S", EXAMPLES, "-B", self.programs, f"-DCMAKE_CXX_COMPILER={compiler}",
             "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O0", f"-DCMAKE_PREFIX_PATH={self.prefix};{self.options.torch}")
         run("cmake", "--build", self.programs)
 
