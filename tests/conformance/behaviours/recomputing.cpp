@@ -127,7 +127,7 @@ void micro_batches_within(Bench& bench, bool weighted) {
       weighted ? training->backward(training->forward(x).pow(2).sum(), rows_of(x) * all)
                : (loss_of(training->forward(x)) / static_cast<double>(micros)).backward();
     };
-    auto y = at::ones({1}, at::TensorOptions(at::kDouble).requires_grad(true));
+    auto y = torch::ones({1}, at::TensorOptions(at::kDouble).requires_grad(true));
     for (int64_t i = 0; i < micros; ++i) y = Within::apply(y, &act);
     y.sum().backward();
     training->step();
@@ -146,7 +146,7 @@ void steps_within(Bench& bench, bool weighted) {
                : loss_of(training->forward(x)).backward();
       training->step();
     };
-    Within::apply(at::ones({1}, at::TensorOptions(at::kDouble).requires_grad(true)), &act).sum().backward();
+    Within::apply(torch::ones({1}, at::TensorOptions(at::kDouble).requires_grad(true)), &act).sum().backward();
   }
   bench.same_parameters(*model);
 }
