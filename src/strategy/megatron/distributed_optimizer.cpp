@@ -169,11 +169,11 @@ void DistributedOptimizerCore::finish_param_sync() {
 
 void DistributedOptimizerCore::complete_gradients() {
   reduction_->told_abandoned = false;
+  // In a node or a hook of another backward, with whose end those of these modules would end.
+  if (BackwardTracker::in_backward()) {
+    for (const auto& chunk : state().modules) chunk->reducer().end_now();
+  }
   if (reduction_->options.overlap_grad_reduce) {
-    // In a node or a hook of another backward, with whose end those of these modules would end.
-    for (const auto& chunk : state().modules) {
-      if (BackwardTracker::in_backward() && chunk->reducer().running()) chunk->reducer().end_now();
-    }
     finish_round(state().modules);
     return;
   }
