@@ -6,7 +6,7 @@ UNITY = -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=32
 
 .PHONY: build all demo test fast asan tsan docs wheel format format-check tidy clean
 
-# Clang takes half of GCC's time: it instantiates the templates of a precompiled header once, GCC in each file. A build
+# Clang takes less time than GCC: it instantiates the templates of a precompiled header once, GCC in each file. A build
 # folder keeps the compiler that it began with.
 CONFIGURE = CXX="$${CXX:-$$(command -v clang++ || command -v c++)}" cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release $(UNITY)
 # Tests that are configured already stay so.
