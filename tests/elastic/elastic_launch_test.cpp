@@ -61,7 +61,10 @@ TEST(ElasticJoin, ELA06_launchers_of_several_hosts_and_one_that_comes) {
     return fmt::format("({0} > {1} 2>&1; echo code $? >> {1}) & ", command, folder.file(name));
   };
   const auto kill_one = [&](const std::string& name) {
-    return fmt::format("sleep 1; kill -9 $(pgrep -f '^{} 150 {}.jsonl' | head -1); ", JOIN_PROGRAM, folder.file(name));
+    return fmt::format(
+        "for i in $(seq 600); do pgrep -f '^{0} 150 {1}.jsonl' > /dev/null && break; sleep 0.05; done; sleep 1; "
+        "kill -9 $(pgrep -f '^{0} 150 {1}.jsonl' | head -1); ",
+        JOIN_PROGRAM, folder.file(name));
   };
   const auto script =
       "export SHOAL_SECRET=0123456789abcdef0123456789abcdef; " +
