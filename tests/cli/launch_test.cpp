@@ -518,12 +518,18 @@ TEST(Launch, a_hangup_lets_the_ranks_save) {
   EXPECT_TRUE(contains(ended, "asked")) << ended.output;
 }
 
+// Of a shell that has started a launcher: waits until as many ranks as files have made theirs, so that it handles signals.
+std::string until_up(const TempFolder& folder, int ranks) {
+  return "until [ $(ls " + folder.path().string() + " | grep -c up) = " + std::to_string(ranks) +
+         " ]; do sleep 0.05; done; ";
+}
+
 TEST(Launch, nohup_is_respected) {
-  const auto ended =
-      run({"sh", "-c",
-           "trap '' HUP; " + std::string(SHOAL) +
-               " launch -n 1 -- sh -c 'sleep 2; echo over' & pid=$!; sleep 1; kill -HUP $pid; wait $pid"},
-          20);
+  const TempFolder folder;
+  const auto ended = run({"sh", "-c",
+                          "trap '' HUP; " + std::string(SHOAL) + " launch -n 1 -- sh -c 'touch " + folder.file("up") +
+                              "; sleep 1; echo over' & pid=$!; " + until_up(folder, 1) + "kill -HUP $pid; wait $pid"},
+                         20);
   EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_TRUE(contains(ended, "over")) << ended.output;
 }
@@ -613,11 +619,12 @@ TEST(Launch, a_line_without_an_end_is_forwarded_in_time_and_without_memory) {
 }
 
 TEST(Launch, a_reader_that_has_stopped_cannot_hold_the_launcher) {
-  const auto ended = run({"sh", "-c",
-                          "{ " + std::string(SHOAL) +
-                              " launch -n 2 -- yes & pid=$!; sleep 1; kill -TERM $pid; wait $pid; "
-                              "echo ended with $? >&2; } | sleep 12"},
-                         30);
+  const TempFolder folder;
+  const auto ended = run(
+      {"sh", "-c",
+       "{ " + std::string(SHOAL) + " launch -n 2 -- sh -c 'touch " + folder.file("up") + "$RANK; exec yes' & pid=$!; " +
+           until_up(folder, 2) + "sleep 1; kill -TERM $pid; wait $pid; echo ended with $? >&2; } | sleep 12"},
+      30);
   EXPECT_TRUE(contains(ended, "ended with 130")) << ended.output;
 }
 
@@ -690,10 +697,12 @@ TEST(Launch, cores_are_shared_out_unless_the_environment_says_otherwise) {
 }
 
 TEST(Launch, sigint_reaches_the_ranks_and_ends_with130) {
-  const auto ended = run({"sh", "-c",
-                          std::string(SHOAL) + " launch -n 2 -- sh -c 'trap \"echo stopped; exit 0\" INT; " +
-                              "while true; do sleep 0.1; done' & pid=$!; sleep 1; kill -INT $pid; wait $pid"},
-                         20);
+  const TempFolder folder;
+  const auto ended =
+      run({"sh", "-c",
+           std::string(SHOAL) + " launch -n 2 -- sh -c 'trap \"echo stopped; exit 0\" INT; touch " + folder.file("up") +
+               "$RANK; while true; do sleep 0.1; done' & pid=$!; " + until_up(folder, 2) + "kill -INT $pid; wait $pid"},
+          20);
   EXPECT_EQ(ended.code, 130);
   EXPECT_TRUE(contains(ended, "[0] stopped") && contains(ended, "[1] stopped")) << ended.output;
 }
@@ -729,8 +738,11 @@ TEST(Launch, flight_recorders_of_an_earlier_job_say_nothing_of_this_one) {
 }
 
 TEST(Launch, sigusr1_without_flight_recorders_is_answered) {
-  const auto ended = run(
-      {"sh", "-c", std::string(SHOAL) + " launch -n 1 -- sleep 2 & pid=$!; sleep 1; kill -USR1 $pid; wait $pid"}, 20);
+  const TempFolder folder;
+  const auto ended = run({"sh", "-c",
+                          std::string(SHOAL) + " launch -n 1 -- sh -c 'touch " + folder.file("up") +
+                              "; sleep 1' & pid=$!; " + until_up(folder, 1) + "kill -USR1 $pid; wait $pid"},
+                         20);
   EXPECT_TRUE(contains(ended, "need --flight-recorder FOLDER")) << ended.output;
 }
 

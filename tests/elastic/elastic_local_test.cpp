@@ -7,6 +7,8 @@
 #include <sys/mman.h>
 
 #include <cmath>
+#include <fstream>
+#include <iterator>
 #include <numeric>
 #include <random>
 
@@ -142,6 +144,18 @@ TEST(ElasticLocal, ELA08_ELA12_a_rank_that_stands_still_is_left_out) {
   }
 }
 
+// Returns once a process has slept for a fifth of a second, as one that waits for others does, and not one that the system does
+// not let run.
+void await_sleep(pid_t pid) {
+  for (int asleep = 0, looks = 0; asleep < 20 && looks < 1000; ++looks) {
+    usleep(10'000);
+    std::ifstream file(fmt::format("/proc/{}/stat", pid));
+    const std::string text((std::istreambuf_iterator<char>(file)), {});
+    const auto name_end = text.rfind(") ");
+    asleep = name_end != std::string::npos && text[name_end + 2] == 'S' ? asleep + 1 : 0;
+  }
+}
+
 // A rank stands still after its update, so that the others wait in the exchange, and one of those ends there.
 TEST(ElasticLocal, ELA12_a_rank_ends_in_an_exchange_that_none_has_applied) {
   for (const auto& how : {methods()[1], methods()[2], methods()[3]}) {
@@ -157,7 +171,7 @@ TEST(ElasticLocal, ELA12_a_rank_ends_in_an_exchange_that_none_has_applied) {
           [&](const std::vector<pid_t>& pids) {
             siginfo_t info{};
             waitid(P_PID, static_cast<id_t>(pids[1]), &info, WSTOPPED | WNOWAIT);
-            usleep(200'000);  // the others come to the exchange
+            for (const int other : {0, 2}) await_sleep(pids[static_cast<size_t>(other)]);  // in the exchange
             kill(pids[victim], SIGKILL);
             for (int i = 0; i < 60; ++i) {  // once the other one has noticed; it stops again in each later step
               usleep(i == 0 ? 50'000 : 5'000);
