@@ -327,8 +327,8 @@ const Exceptions& of_megatron_no_overlap() {
     auto before = of_megatron();
     before.erase("step_after_no_sync_alone");  // it sums up what there is
     before.erase("a_block_recomputed_twice");
-    return before + all({"steps_with_weights_within_another_backward"},
-                        {Exception::refused, {"a backward", "with and without a weight"}});
+    return before +
+           all({"steps_with_weights_within_another_backward"}, {Exception::refused, {"with and without a weight"}});
   }();
   return list;
 }
