@@ -106,7 +106,7 @@ TEST(TrainingCheckpoint, BEY05_a_schedule_of_libtorch_goes_on_at_another_number_
 Options hub(double bucket_cap_mb) {
   std::vector<Edge> edges;
   for (int rank = 1; rank < group().size(); ++rank) {
-    edges.push_back({0, rank, 0.2});
+    edges.push_back({0, rank, 0.1});
     edges.push_back({rank, 0, 0.4});
   }
   return {.topology = Topology("hub", group().size(), Stochastic::column, {RoundSpec{.edges = edges}}),
