@@ -1,6 +1,8 @@
 #pragma once
 // Real processes, started with their output captured.
 
+#include <sys/resource.h>
+
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +13,16 @@ struct Command {
   std::vector<std::string> arguments;
   std::vector<std::pair<std::string, std::string>> variables;  // added to our environment without launch variables
 };
+
+// Processor time of the processes that have been run so far, which other work on the machine does not change much.
+inline double children_seconds() {
+  rusage usage{};
+  getrusage(RUSAGE_CHILDREN, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
 
 struct Ended {
   int code = -1;         // exit code, 128 + number for a signal
