@@ -30,4 +30,7 @@ Behaviours recomputing();  // activation checkpoints with a backward of their ow
 // All behaviours.
 const Behaviours& behaviours();
 
+// Trains under a Join: part n has n + 2 batches; parts without a batch contribute zero.
+void train_joined(Bench& bench, const std::shared_ptr<Network>& model);
+
 }  // namespace shoal::test

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "shoal/join.h"
 #include "tests/conformance/behaviours.h"
 
 namespace shoal::test {
@@ -63,35 +62,6 @@ void weighted_end(Bench& bench, int64_t micros) {
       const auto x = bench.batch(10 * step + micro);
       const double all = bench.one_process() ? static_cast<double>(micros) : 1;
       training->backward(training->forward(x).pow(2).sum(), rows_of(x) * all);
-    }
-    training->step();
-  }
-  bench.same_parameters(*model);
-}
-
-// Part n has n + 2 batches; parts without a batch contribute zero.
-void join_recomputing(Bench& bench) {
-  auto model = std::make_shared<RecomputedEnd>();
-  auto training = bench.wrap(model);
-  const auto share = [&](int64_t step, int part) { return rows(1000 * (part + 1) + step, {4, 6}); };
-  if (bench.one_process()) {
-    for (int64_t step = 0; step < bench.parts() + 1; ++step) {
-      training->zero_grad();
-      for (int part = 0; part < bench.parts(); ++part) {
-        if (step < part + 2) (loss_of(training->forward(share(step, part))) / bench.parts()).backward();
-      }
-      training->step();
-    }
-    bench.same_parameters(*model);
-    return;
-  }
-  Join join({training->joinable()});
-  for (int64_t step = 0; join.next(step < bench.part().number + 2); ++step) {
-    training->zero_grad();
-    if (join.active()) {
-      loss_of(training->forward(share(step, bench.part().number))).backward();
-    } else {
-      training->joinable().shadow();
     }
     training->step();
   }
@@ -181,7 +151,8 @@ Behaviours recomputing() {
        }},
       {"recomputed_last_layers_with_weights", [](Bench& bench) { weighted_end(bench, 1); }},
       {"recomputed_last_layers_with_weights_accumulated", [](Bench& bench) { weighted_end(bench, 2); }},
-      {"recomputed_last_layers_and_unequal_numbers_of_batches", [](Bench& bench) { join_recomputing(bench); }},
+      {"recomputed_last_layers_and_unequal_numbers_of_batches",
+       [](Bench& bench) { train_joined(bench, std::make_shared<RecomputedEnd>()); }},
       {"a_block_recomputed_twice",
        [](Bench& bench) {
          auto model = std::make_shared<RecomputedTwice>();

@@ -96,9 +96,9 @@ void weighted_through_two(Bench& bench, int64_t micros) {
   bench.same_parameters(*upper);
 }
 
-// Part n has n + 2 batches; parts without a batch contribute zero.
-void joined(Bench& bench) {
-  auto model = perceptron();
+}  // namespace
+
+void train_joined(Bench& bench, const std::shared_ptr<Network>& model) {
   auto training = bench.wrap(model);
   const auto rows_of = [&](int64_t step, int part) { return rows(1000 * (part + 1) + step, {4, 6}); };
   if (bench.one_process()) {
@@ -125,15 +125,13 @@ void joined(Bench& bench) {
   bench.same_parameters(*model);
 }
 
-}  // namespace
-
 Behaviours weighing() {
   return {
       {"unequal_shares_with_weights", [](Bench& bench) { weighted(bench, 1); }},
       {"unequal_shares_with_weights_accumulated", [](Bench& bench) { weighted(bench, 2); }},
       {"unequal_shares_with_weights_in_two_wrappers", [](Bench& bench) { weighted_through_two(bench, 1); }},
       {"unequal_shares_with_weights_in_two_wrappers_accumulated", [](Bench& bench) { weighted_through_two(bench, 2); }},
-      {"unequal_numbers_of_batches", [](Bench& bench) { joined(bench); }},
+      {"unequal_numbers_of_batches", [](Bench& bench) { train_joined(bench, perceptron()); }},
       {"a_loss_scale", [](Bench& bench) { scaled(bench, with_scaler(), -1, 0); }},
       {"a_loss_scale_with_inf_on_all_ranks",
        [](Bench& bench) {
