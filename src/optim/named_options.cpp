@@ -1,8 +1,11 @@
 #include "optim/named_options.h"
 
 #include <c10/util/Type.h>
+#include <caffe2/serialize/inline_container.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/jit/api/compilation_unit.h>
+#include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/serialize.h>
 
 #include <cmath>
@@ -32,6 +35,31 @@ torch::serialize::InputArchive reread(torch::serialize::OutputArchive& written) 
   return archive;
 }
 
+// What was written. The first InputArchive that loads in a process compiles TorchScript's upgraders and registers all of its
+// operators, which takes 30 ms of each rank's start: here only the pickle of the fields is read.
+Values fields_of(torch::serialize::OutputArchive& written) {
+  std::stringstream stream;
+  written.save_to(stream);
+  caffe2::serialize::PyTorchStreamReader file(&stream);
+  const auto unit = std::make_shared<torch::jit::CompilationUnit>();
+  const torch::jit::TypeResolver type_named = [&](const c10::QualifiedName& name) {
+    return c10::StrongTypePtr(unit, c10::ClassType::create(name, unit));
+  };
+  // An object whose one slot holds the dictionary of all fields.
+  const torch::jit::ObjLoader with_fields = [](const c10::StrongTypePtr& type, c10::IValue fields) {
+    auto object = c10::ivalue::Object::create(type, 1);
+    object->setSlot(0, std::move(fields));
+    return object;
+  };
+  const auto module =
+      torch::jit::readArchiveAndTensors("data", "", "data/", type_named, with_fields, std::nullopt, file);
+  Values values;
+  for (const auto& field : module.toObjectRef().getSlot(0).toGenericDict()) {
+    values.emplace(field.key().toStringRef(), field.value());
+  }
+  return values;
+}
+
 // Nothing if the options cannot serialize themselves (libtorch's base class throws).
 std::optional<Values> values_of(const OptimizerOptions& options) {
   torch::serialize::OutputArchive written;
@@ -40,10 +68,7 @@ std::optional<Values> values_of(const OptimizerOptions& options) {
   } catch (const c10::Error&) {
     return std::nullopt;
   }
-  auto archive = reread(written);
-  Values values;
-  for (const auto& key : archive.keys()) archive.read(key, values[key]);
-  return values;
+  return fields_of(written);
 }
 
 Json to_json(const c10::IValue& value) {
