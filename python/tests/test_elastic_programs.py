@@ -160,17 +160,17 @@ def test_ELA01_ELA04_the_last_rank_of_a_host_dies_and_a_python_program_goes_on(t
     assert "steps 300 stayed" in first[1], first[1]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("hybrid", 1), ("hybrid", 2), ("zero2", 2), ("megatron", 2)])
-def test_ELA04_shards_that_each_host_has_outlive_ranks_and_a_host(strategy, ranks, tmp_path):
-    hosts = on_two_hosts(strategy, tmp_path, ranks)
-    assert [code for code, _ in hosts] == [0, 0 if ranks == 2 else 137], hosts
+@pytest.mark.parametrize("strategy", ["hybrid", "zero2", "megatron"])
+def test_ELA04_shards_that_each_host_has_outlive_a_rank(strategy, tmp_path):
+    hosts = on_two_hosts(strategy, tmp_path, ranks=2)
+    assert [code for code, _ in hosts] == [0, 0], hosts
     said = [line[line.index("weights") :] for _, text in hosts for line in text.splitlines() if "weights" in line]
-    assert len(said) == 2 * ranks - 1 and len(set(said)) == 1 and "steps 300 stayed" in said[0], hosts
+    assert len(said) == 3 and len(set(said)) == 1 and "steps 300 stayed" in said[0], hosts
     alone = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--", sys.executable, tmp_path / "program.py", "{}", strategy, ""]
     assert subprocess.run(alone, capture_output=True, text=True, timeout=100).stdout.strip().endswith(said[0]), said
 
 
-@pytest.mark.parametrize(("method", "strategy"), [("{}", "ddp"), ('{"init_method": "shoal://"}', "hybrid"), ("{}", "zero2")])
+@pytest.mark.parametrize(("method", "strategy"), [("{}", "ddp"), ('{"init_method": "shoal://"}', "hybrid")])
 def test_ELA06_a_rank_of_another_host_is_replaced(method, strategy, tmp_path):
     hosts = on_two_hosts(strategy, tmp_path, method=method, newcomers=True)
     assert [code for code, _ in hosts] == [0, 0], hosts

@@ -97,7 +97,7 @@ inline void die_at_each_moment(const std::vector<Trained>& list) {
 inline void kill_on_hosts_at_random(const std::vector<Kind>& kinds, const std::vector<Trained>& list,
                                     const std::function<bool(const Kind&, const Trained&)>& may_train) {
   const int seed = number_of("SHOAL_SEED", 1);
-  const int trials = number_of("SHOAL_KILLS", 24);
+  const int trials = number_of("SHOAL_KILLS", 12);
   std::mt19937 random(static_cast<unsigned>(seed));
   Kills kills;
   std::vector<double> seconds;

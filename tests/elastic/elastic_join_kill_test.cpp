@@ -78,11 +78,11 @@ void join_often_with(Fault fault, int trials) {
 }
 
 TEST(ElasticJoin, ELA06_a_newcomer_is_killed_at_random_moments) {
-  join_often_with(Fault::newcomer_is_killed, number_of("SHOAL_KILLS", 20));
+  join_often_with(Fault::newcomer_is_killed, number_of("SHOAL_KILLS", 10));
 }
 
 TEST(ElasticJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
-  join_often_with(Fault::member_is_killed, number_of("SHOAL_KILLS", 20));
+  join_often_with(Fault::member_is_killed, number_of("SHOAL_KILLS", 10));
 }
 
 // Rank 1 is stopped within the collective call of an admission, to which it has given its part. Rank 0 admits the

@@ -174,11 +174,11 @@ void kill_at_random(const std::vector<Trained>& all, int trials) {
 }
 
 TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
-  kill_at_random({Trained()}, number_of("SHOAL_KILLS", 40));
+  kill_at_random({Trained()}, number_of("SHOAL_KILLS", 20));
 }
 
 TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_ranks_end_at_random_moments) {
-  kill_at_random(sharded, number_of("SHOAL_KILLS", 24));
+  kill_at_random(sharded, number_of("SHOAL_KILLS", 12));
 }
 
 }  // namespace

@@ -190,7 +190,7 @@ TEST(ElasticLocal, ELA12_ranks_end_at_random_moments) {
   std::mt19937 random(static_cast<unsigned>(seed));
   const auto all = methods();
   test::Kills kills;
-  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 28) && !testing::Test::HasFailure(); ++trial) {
+  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 14) && !testing::Test::HasFailure(); ++trial) {
     const int ranks = 2 + static_cast<int>(random() % 3);
     std::vector<int> victims(ranks);
     std::iota(victims.begin(), victims.end(), 0);
