@@ -35,7 +35,7 @@ torch::serialize::InputArchive reread(torch::serialize::OutputArchive& written) 
   return archive;
 }
 
-// What was written. The first InputArchive that loads in a process compiles TorchScript's upgraders and registers all of its
+// What was written. The first InputArchive that is read in a process compiles TorchScript's upgraders and registers all of its
 // operators, which takes 30 ms of each rank's start: here only the pickle of the fields is read.
 Values fields_of(torch::serialize::OutputArchive& written) {
   std::stringstream stream;
@@ -157,12 +157,15 @@ void set_options(OptimizerOptions& options, const Json& named) {
     }
     return;
   }
+  bool changed = false;
   for (const auto& [name, value] : named.items()) {
     const auto place = values->find(name);
     auto fresh = place == values->end() ? std::nullopt : from_json(value, place->second);
     if (!fresh) refuse(options, name, value);
+    changed = changed || *fresh != place->second;
     place->second = std::move(*fresh);
   }
+  if (!changed) return;  // the first archive that is read takes 30 ms
   torch::serialize::OutputArchive written;
   for (const auto& [name, value] : *values) written.write(name, value);
   auto archive = reread(written);
