@@ -139,20 +139,24 @@ std::vector<std::filesystem::path> data_files(const TrainOptions& options) {
   return files;
 }
 
-std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks) {
-  if (options.reference_data()) return std::make_unique<ReferenceFeed>(options, rank);
+Datasets read_datasets(const TrainOptions& options) {
+  Datasets read;
+  if (options.reference_data()) return read;
   const auto path = options.data_path();
-  std::shared_ptr<data::Dataset> train;
-  std::shared_ptr<data::Dataset> test;
   if (options.text_data()) {
     const auto context = models::gpt_config(options.size).context;
-    train = data::text_file(path.value(), context, data::Split::train);
-    if (options.eval) test = data::text_file(path.value(), context, data::Split::test);
+    read.train = data::text_file(path.value(), context, data::Split::train);
+    if (options.eval) read.test = data::text_file(path.value(), context, data::Split::test);
   } else {
-    train = data::fashion_mnist(data::Split::train, path, options.data_dtype());
-    if (options.eval) test = data::fashion_mnist(data::Split::test, path, options.data_dtype());
+    read.train = data::fashion_mnist(data::Split::train, path, options.data_dtype());
+    if (options.eval) read.test = data::fashion_mnist(data::Split::test, path, options.data_dtype());
   }
-  return std::make_unique<DatasetFeed>(options, rank, ranks, std::move(train), std::move(test));
+  return read;
+}
+
+std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks, const Datasets& datasets) {
+  if (options.reference_data()) return std::make_unique<ReferenceFeed>(options, rank);
+  return std::make_unique<DatasetFeed>(options, rank, ranks, datasets.train, datasets.test);
 }
 
 }  // namespace shoal::cli

@@ -46,6 +46,13 @@ class Feed {
 
 // The files that the feed reads. UsageError if the data is missing or too short; reads next to nothing.
 std::vector<std::filesystem::path> data_files(const TrainOptions& options);
-std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks);
+
+// The samples that all ranks take theirs from; neither for reference data, and no test samples without --eval.
+struct Datasets {
+  std::shared_ptr<data::Dataset> train;
+  std::shared_ptr<data::Dataset> test;
+};
+Datasets read_datasets(const TrainOptions& options);
+std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks, const Datasets& datasets);
 
 }  // namespace shoal::cli

@@ -118,7 +118,8 @@ void summarise(const nlohmann::ordered_json& report, const TrainResult& result, 
   if (!model.empty()) fmt::print("  model               {}\n", model);
 }
 
-int train_rank(const TrainOptions& options) {
+// datasets: those that the launcher has read; nullptr: this rank reads them.
+int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) {
   WorldOptions world_options;
   world_options.transport = options.transport;
   world_options.check_agreement = options.check_agreement;
@@ -133,7 +134,8 @@ int train_rank(const TrainOptions& options) {
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
   stop_at_the_end_of_the_step();
   const auto device = use_device(options.device, world.local_rank());
-  const auto feed = on_device(make_feed(options, world.rank(), world.size()), device);
+  const auto read = datasets != nullptr ? *datasets : read_datasets(options);
+  const auto feed = on_device(make_feed(options, world.rank(), world.size(), read), device);
   load_libraries(options);
   MemoryUse memory{.before = resident_mib()};
   const auto init = options.init == "reference" ? models::Init::reference : models::Init::torch;
@@ -252,6 +254,15 @@ void check_resume(const TrainOptions& options) {
                   options.resume));
 }
 
+// Ranks that are forks share the memory of what was read before. OpenMP's threads do not survive a fork: none may begin here.
+Datasets read_before_forks(const TrainOptions& options) {
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  auto read = read_datasets(options);
+  at::set_num_threads(threads);
+  return read;
+}
+
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
   check_resume(options);
   if (placement.rank == 0 && !options.trace.empty()) remove_traces(options.trace);
@@ -269,7 +280,10 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
                                  ? std::string()
                                  : last_checkpoint_in_words(options.save) + how_it_goes_on(options.save);
                     }};
-  if (options.elastic_most == 0) return launch_ranks(how, line, [&options] { return train_rank(options); });
+  if (options.elastic_most == 0) {
+    const auto read = read_before_forks(options);
+    return launch_ranks(how, line, [&] { return train_rank(options, &read); });
+  }
   how.command = line;  // newcomers do not start as forks
   return launch(how);
 }
