@@ -22,13 +22,14 @@ function(shoal_test name)
   endif()
 endfunction()
 
-# shoal_world_test(NAME SOURCES file... WORLD 1 2 3 4 [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds])
+# shoal_world_test(NAME SOURCES file... WORLD 1 2 3 4 [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds] [WAITS])
 #
 # A GoogleTest program whose cases are run by all ranks together; one ctest per world size. Its files are compiled several at a
 # time, for which each has a namespace of its own: shoal::NAME_OF_THE_FILE. Fast tests of other than 2 ranks are labelled
-# `thorough` instead: they repeat at another size what 2 ranks show.
+# `thorough` instead: they repeat at another size what 2 ranks show. WAITS: for deadlines, nearly all the time, so that it runs
+# beside tests that keep the processors busy.
 function(shoal_world_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LIBRARIES;LABELS;WORLD" ${ARGN})
+  cmake_parse_arguments(ARG "WAITS" "TIMEOUT" "SOURCES;LIBRARIES;LABELS;WORLD" ${ARGN})
   shoal_test_defaults()
   add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
@@ -43,14 +44,14 @@ function(shoal_world_test name)
   endforeach()
 endfunction()
 
-# shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [SUITES suite...] [DIVIDED] [LABELS label...] [TIMEOUT seconds])
+# shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [SUITES suite...] [DIVIDED] [WAITS] [LABELS label...] [TIMEOUT seconds])
 #
 # The same program once more with other arguments, as ctests NAME.VARIANT.worldN, `thorough` unless labelled otherwise; with
 # SUITES, these suites of it. --transport and --check-agreement are the world's options (see tests/support/world_main.cpp).
 # DIVIDED: the cases are divided among the world sizes, so that each runs once; without the variant each runs at all sizes.
 # Every exchange over sockets takes several times as long. To run all: NAME --ranks N argument...
 function(shoal_world_variant name variant)
-  cmake_parse_arguments(ARG "DIVIDED" "TIMEOUT" "LABELS;WORLD;ARGS;SUITES" ${ARGN})
+  cmake_parse_arguments(ARG "DIVIDED;WAITS" "TIMEOUT" "LABELS;WORLD;ARGS;SUITES" ${ARGN})
   if(ARG_SUITES)
     list(TRANSFORM ARG_SUITES REPLACE "(.+)" "\\1.*:*/\\1.*" OUTPUT_VARIABLE patterns)
     string(JOIN ":" patterns ${patterns})
@@ -126,7 +127,7 @@ set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CON
 macro(shoal_world_label result ranks)
   set(${result} "${ARG_LABELS}")
   set(processors 3)
-  if(${ranks} EQUAL 1)
+  if(${ranks} EQUAL 1 OR ARG_WAITS)
     set(processors 1)
   endif()
   if(NOT ${ranks} EQUAL 2 AND ARG_LABELS STREQUAL "fast")
