@@ -94,6 +94,8 @@ def test_PY02_methods_that_are_elsewhere_are_no_attributes_and_say_what_to_write
         assert not any([hasattr(oss, "consolidate_state_dict"), hasattr(ddp, "register_comm_hook"), hasattr(fsdp, "nothing")])
         with pytest.raises(AttributeError, match=r"call state_dict\(\), which has the whole state, on every rank"):
             oss.consolidate_state_dict(recipient_rank=0)
+        with pytest.raises(AttributeError, match=r"DistributedDataParallel has no join\(\): write the loop with shoal.Join"):
+            ddp.join()
         for model in (ddp, fsdp):
             with pytest.raises(AttributeError, match="DataParallel has no register_comm_hook.*give the hook to its constructor"):
                 model.register_comm_hook(None, default_hooks.bf16_compress_hook)

@@ -62,7 +62,7 @@ class DistributedDataParallel(Wrapper):
     Writes in place after a step are not compared, as in PyTorch.
     """
 
-    _elsewhere = COMM_HOOK_ADVICE
+    _elsewhere = {**COMM_HOOK_ADVICE, "join": "write the loop with shoal.Join(model)"}
 
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
         options = without_torch_options("DistributedDataParallel", options, DDP)
