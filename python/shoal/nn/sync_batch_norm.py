@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -55,8 +56,18 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             self._group,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy of the same ranks, as averages of a model (AveragedModel) make it."""
+        memo[id(self._group)] = self._group
+        memo[id(self)] = made = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a SyncBatchNorm cannot be copied or pickled, since it holds a process group: save its state_dict()")
+        raise TypeError(
+            "a SyncBatchNorm cannot be pickled, since it holds a process group: save its state_dict(); to copy it, use "
+            "copy.deepcopy()"
+        )
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
