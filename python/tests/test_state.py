@@ -5,12 +5,13 @@ import io
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 import models
 import shoal
 from loops import alone, assert_close, each_strategy, named, train_alone
 from ranks import on_ranks
-from test_wrappers import losses_of
+from test_wrappers import group_over, losses_of
 
 
 @pytest.mark.parametrize("transport", ["host", "gloo"])
@@ -39,6 +40,36 @@ def test_PY07_state_dict_is_whole_and_loads(transport):
             losses_of(again, second, "gpt", steps=1)
 
     each_strategy(saves, transport)
+
+
+def test_PY07_state_dict_is_whole_where_activation_checkpointing_has_wrapped_parts():
+    def saves(rank):
+        def make():
+            torch.manual_seed(0)
+            return torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+
+        for whole in (False, True):
+            net, group = make(), group_over("tcp")  # whose ranks share no memory
+            if whole:
+                net = checkpoint_wrapper(net)
+            else:
+                apply_activation_checkpointing(net, check_fn=lambda part: isinstance(part, torch.nn.Linear))
+            model = shoal.nn.FullyShardedDataParallel(net, group, auto_wrap_policy=torch.nn.Linear)
+            optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()  # which leaves each rank its own part of the values
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            expected = make().state_dict()
+            loaded = torch.load(file)
+            assert list(loaded) == list(expected)
+            assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+            make().load_state_dict(loaded)
+            model.load_state_dict({name: value + 1 for name, value in loaded.items()})
+            assert torch.equal(model.state_dict()["1.bias"], expected["1.bias"] + 1)
+
+    on_ranks(saves)
 
 
 def test_PY06_optimizer_state_has_the_format_of_torch_optim_both_ways():

@@ -171,16 +171,28 @@ def _refuse_nested(module: torch.nn.Module) -> None:
 def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Puts whole values for sharded ones, and the names of the unwrapped module for the wrapper's."""
     whole = wrapper.full_state_dict()
+    places: dict[Any, str] | None = None
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(inner)]:
         name = key[len(inner) :]
         value = state.pop(key)
-        state[prefix + name] = whole.get(name, value)
+        own = name
+        if name not in whole and isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            # Hooks of modules inside, as checkpoint_wrapper()'s, have changed the name.
+            if places is None:
+                places = {_place_of(parameter): known for known, parameter in wrapper._mirror.names()}
+            own = places.get(_place_of(value), name)
+        state[prefix + name] = whole.get(own, value)
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return
     for key in [key for key in versions if f"{key}.".startswith(inner)]:
         versions[f"{prefix}{key[len(inner) :]}".removesuffix(".")] = versions.pop(key)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+    """What a tensor and its detach() have in common."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
 def _with_prefix(
