@@ -71,6 +71,22 @@ TEST(GradientStandIn, is_known_through_aliases_and_notices_every_way_to_zero_it)
   EXPECT_FALSE(with.stand_in.is(at::Tensor()));
 }
 
+TEST(GradientStandIn, to_what_it_is_already_returns_itself) {
+  WithStandIn with;
+  for (const auto& same : {with.grad().to(at::kCPU), with.grad().to(at::kFloat), with.grad().to(with.module->weight),
+                           with.grad().to(with.module->weight.options())}) {
+    EXPECT_TRUE(with.stand_in.is(same));
+  }
+  EXPECT_FALSE(with.stand_in.zeroed());
+  for (const auto& convert : std::vector<std::function<void()>>{[&] { with.grad().to(at::kDouble); },
+                                                                [&] { with.grad().to(at::kFloat, false, true); }}) {
+    const auto text = test::refusal(convert);
+    EXPECT_NE(text.find("aten::_to_copy takes " + about + " (to convert the module, call zero_grad() before)"),
+              std::string::npos)
+        << text;
+  }
+}
+
 TEST(GradientStandIn, becomes_real_when_it_is_read_after_it_was_zeroed) {
   WithStandIn with;
   at::Tensor(with.grad()).zero_();

@@ -29,8 +29,13 @@ bool GradientStandIn::is(const at::Tensor& tensor) const {
 }
 
 void GradientStandIn::begin_use(std::string_view op, std::span<c10::StorageImpl* const>) {
-  if (!zeroed_) throw UsageError(fmt::format("{} takes {}", op, about_));
-  if (!real_) become_real();
+  if (zeroed_) {
+    if (!real_) become_real();
+    return;
+  }
+  if (op == "aten::to") return;  // an alias; a conversion is aten::_to_copy
+  const auto* advice = op == "aten::_to_copy" ? " (to convert the module, call zero_grad() before)" : "";
+  throw UsageError(fmt::format("{} takes {}{}", op, about_, advice));
 }
 
 void GradientStandIn::become_real() {

@@ -177,7 +177,7 @@ void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
 }
 
 // What to() returns without a conversion is the tensor itself, and numpy() in Python keeps its pointer. Outside of autograd, as
-// after detach(), it is a copy here.
+// after detach(), it is a copy here. Where observers have brought no memory there is nothing to point to.
 void tell_of_to(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Uses uses(schema.name());
@@ -188,6 +188,7 @@ void tell_of_to(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   op.redispatchBoxed(below(keys), stack);
   const auto result = stack->back().toTensor();
   if (self.requires_grad() || !uses.of_passing_memory() || !result.is_alias_of(self)) return;
+  if (self.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr) return;
   const UnwatchedOperators own;
   stack->back() = result.clone();
 }
