@@ -1,5 +1,6 @@
 """Loops that a user of PyTorch pastes, in odd orders: each does what it says, or one sentence says what to do."""
 
+import functools
 import shutil
 
 import pytest
@@ -152,6 +153,46 @@ def test_PY05_errors_in_forward_evaluation_and_the_module_itself():
     each_strategy(trains)
 
 
+def small_steps(model, optimizer, compiled=lambda step: step):
+    """Losses of steps that are the same on all ranks."""
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    chosen = compiled(step)
+    return [chosen(torch.ones(2, 3) * (number + 1)).item() for number in range(3)]
+
+
+def small_net():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def small_losses():
+    net = small_net()
+    return small_steps(net, torch.optim.AdamW(net.parameters(), **RATES))
+
+
+def test_PY05_profilers_and_conversions_to_what_the_module_is_beside_the_step(capfd):
+    def trains(strategy, wrap):
+        model, optimizer = wrap(small_net())
+        with torch.profiler.profile(with_stack=True, record_shapes=True):
+            losses = small_steps(model, optimizer)
+        assert_close(losses, small_losses())
+        model.to("cpu").float()  # as evaluations begin, while gradients are there
+        small_steps(model, optimizer)
+        if strategy in SHARDED:
+            with pytest.raises(RuntimeError, match=r"aten::_to_copy takes .*\(to convert the module, call zero_grad"):
+                model.to(torch.float64)
+
+    each_strategy(trains)
+    assert "Exception" not in capfd.readouterr().err  # which the profiler prints where it cannot read a tensor
+
+
 def test_PY04_a_step_that_fails_on_one_rank_is_abandoned_on_all():
     def trains(strategy, wrap):
         if strategy == "megatron":
@@ -245,6 +286,9 @@ def test_PY05_torch_compile(backend, tmp_path, monkeypatch):
             torch._dynamo.reset()
             model, optimizer = wrap(models.make("gpt"))
             assert_close(losses_of(torch.compile(model, backend=backend), optimizer, "gpt", steps=3), alone()[0])
+        elif backend == "aot_eager" and strategy != "zero2":  # the whole step, with an optimizer of shoal
+            model, optimizer = wrap(small_net())
+            assert_close(small_steps(model, optimizer, functools.partial(torch.compile, backend=backend)), small_losses())
 
     def refuses(strategy, wrap):
         if strategy == "fsdp":

@@ -47,6 +47,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates what this rank owns and publishes it to all ranks. Returns the closure's result. Collective."""
+        return _C.uncompiled(self._update, closure)  # compiled, param_groups would be read together with the state
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        """step(), which torch.compile does not look into."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -60,6 +64,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_gradients_by_hand()
         self.last_step = StepResult(*self._core.step())
         return loss
+
+    def _optimizer_step_code(self) -> None:
+        """Where PyTorch's profiler, by the base class's code, reads gradients and state past the operators."""
 
     @property
     def state(self) -> Any:  # type: ignore[override]

@@ -84,9 +84,9 @@ class DistributedOptimizer(ShardedOptimizer):
         self._module = module
         _optimizers[module] = weakref.ref(self)
 
-    def step(self, closure: Any = None) -> Any:
+    def _update(self, closure: Any) -> Any:
         self._mirror.refresh()
-        return super().step(closure)
+        return super()._update(closure)
 
     @contextlib.contextmanager
     def no_sync(self, accumulate: bool = True) -> Iterator[None]:

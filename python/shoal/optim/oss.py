@@ -41,9 +41,8 @@ class OSS(ShardedOptimizer):
         group = group_of(process_group)
         super().__init__(recipe, _C.OSSCore(*recipe.core_arguments(), group, options), group)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates what this rank owns and publishes it to all ranks. Returns the closure's result. Collective."""
-        loss = super().step(closure)
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        loss = super()._update(closure)
         note_equal_values(self._parameters())
         return loss
 

@@ -1,3 +1,5 @@
+#include <ATen/record_function.h>
+
 #include "engine/paging/operator_watch.h"
 #include "wrappers/bind.h"
 
@@ -42,6 +44,23 @@ std::vector<std::pair<size_t, at::Tensor>> gradients_by_hand(const ShardedOptimi
   return found;
 }
 
+// As torch.optim's. libtorch's also detaches what it drops, and PyTorch's profiler, told of an operator, reads the memory
+// of its tensors, which stand-ins do not have.
+void zero_grad(ShardedOptimizerBase& optimizer, bool set_to_none) {
+  for (auto& group : optimizer.param_groups()) {
+    for (auto& parameter : group.params()) {
+      auto& gradient = parameter.mutable_grad();
+      if (!gradient.defined()) continue;
+      if (set_to_none) {
+        gradient.reset();
+      } else {
+        const at::RecordFunctionGuard recorded(!is_watchable(gradient) && at::isRecordFunctionEnabled());
+        gradient.detach_().zero_();
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void bind_sharded_optimizer(py::module_& module) {
@@ -53,7 +72,7 @@ void bind_sharded_optimizer(py::module_& module) {
              return py::make_tuple(step.updated, step.grad_norm, step.num_zeros);
            })
       .def("zero_grad", [](ShardedOptimizerBase& optimizer,
-                           bool set_to_none) { unlocked([&] { optimizer.zero_grad(set_to_none); }); })
+                           bool set_to_none) { unlocked([&] { zero_grad(optimizer, set_to_none); }); })
       .def("read_options", &read_options)
       .def("write_options", &write_options)
       .def("know_kinds",
