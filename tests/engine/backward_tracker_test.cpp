@@ -34,6 +34,7 @@ struct Tracked : BackwardListener {
     if (tracker->phase() == Phase::running && tracker->count(gradient)) told.push_back("complete");
   }
   void end_local_backward() override { told.push_back("end local"); }
+  void backward_failed() override { told.push_back("failed"); }
   void end_backward() override {
     told.push_back("end");
     tracker->require_all_arrivals();
@@ -92,8 +93,11 @@ TEST(BackwardTracker, a_backward_after_one_that_failed_in_the_middle_of_a_step_i
     const auto loss = (tracked.of(1) * 2 + (tracked.of(0) * 2).exp()).sum();
     if (inspected) tracked.tracker->inspect({loss});
     EXPECT_ANY_THROW(loss.backward({}, /*keep_graph=*/true));
-    if (tracked.tracker->phase() == Phase::idle)
+    if (tracked.tracker->phase() == Phase::idle) {
       tracked.tracker->enter(Phase::running);  // the backward failed before the first gradient
+    } else {
+      EXPECT_EQ(tracked.told.back(), "failed");
+    }
     for (int again = 0; again < 2; ++again) {
       const auto text = test::refusal([&] { loss.backward({}, /*keep_graph=*/true); });
       EXPECT_NE(text.find("the last backward failed in the middle of a step: call abandon_step()"), std::string::npos)
@@ -231,7 +235,7 @@ TEST(BackwardTracker, DDP08_an_outer_backward_that_failed_is_followed_by_a_refus
     if (std::exchange(first, false)) throw std::runtime_error("fails");
   });
   EXPECT_ANY_THROW(tracked.backward(Nested::apply(x, &of_b).sum()));
-  EXPECT_EQ(tracked.told, (Told{"begin", "arriving b", "arrived b", "complete"}));
+  EXPECT_EQ(tracked.told, (Told{"begin", "arriving b", "arrived b", "complete", "failed"}));
   const auto text = test::refusal([&] { tracked.backward(Nested::apply(x, &of_b).sum()); });
   EXPECT_NE(text.find("the last backward failed in the middle of a step"), std::string::npos) << text;
   tracked.tracker->enter(Phase::idle);  // abandoned

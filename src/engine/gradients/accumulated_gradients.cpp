@@ -46,6 +46,7 @@ void AccumulatedGradients::adopt_changes() {
     some = some || own_.used[i];
     const bool defined = gradients_[i].parameter.grad().defined();
     own_.used[i] = own_.used[i] && defined;
+    own_.had[i] = own_.had[i] && defined;
     means_[i] = means_[i] && defined && (own_.used[i] || !changed(i));
     if (own_.means[i].defined() && (!defined || has_zeros(i))) own_.means[i].reset();
   }
@@ -172,8 +173,9 @@ void AccumulatedGradients::lay_in_bucket(size_t gradient) {
 
 void AccumulatedGradients::note_arriving(size_t gradient) {
   const auto& bucket = buckets_.of(gradient);
-  if ((everywhere_ && !in_buckets_) || bucket.sparse() || sums_.stands_in(gradient)) return;
   const auto& grad = gradients_[gradient].parameter.grad();
+  if (!own_.came[gradient]) own_.had[gradient] = grad.defined();
+  if ((everywhere_ && !in_buckets_) || bucket.sparse() || sums_.stands_in(gradient)) return;
   if (!shown_.note(gradient, grad, bucket.flat()) || everywhere_) return;
   throw UsageError(fmt::format(
       "the gradient of {} lies in memory that the program has given it and other tensors share (a part of a "
@@ -249,6 +251,25 @@ at::Tensor AccumulatedGradients::local(size_t gradient) {
   sums_.added(gradient);
   marked_ = true;
   return view;
+}
+
+void AccumulatedGradients::give_up(size_t gradient, bool in_flight) {
+  auto& grad = mutable_grad(gradient);
+  if (!grad.defined()) return;
+  const bool came = own_.came[gradient] || own_.used[gradient];
+  if (came && !own_.had[gradient]) {
+    grad.reset();
+  } else if (in_flight && same_storage(grad, buckets_.of(gradient).flat())) {
+    shown_.show(gradient, grad, at::zeros_like(grad, at::TensorOptions().requires_grad(false)));
+  } else {
+    grad.zero_();
+  }
+}
+
+void AccumulatedGradients::drop_own(size_t gradient) {
+  if (sums_.is_sum(gradient)) return;
+  auto& grad = mutable_grad(gradient);
+  if (own_.used[gradient] || same_storage(grad, buckets_.of(gradient).flat())) grad.reset();
 }
 
 void AccumulatedGradients::require_none_local(const std::string& who) const {

@@ -83,6 +83,12 @@ class AccumulatedGradients {
   void end_graphs(bool local) {
     if (everywhere_ && (in_buckets_ || !local)) shown_.end_graphs(gradients_);
   }
+  // After a step that failed or was abandoned, of which no gradient is valid: grad() is defined where it was before the step, and
+  // zero. So it is the same on all ranks, whether a rank's backward reached it or not. in_flight: the bucket's memory is still
+  // being summed.
+  void give_up(size_t gradient, bool in_flight);
+  // The same where sums do not reach every rank: drops what is not an earlier step's sum.
+  void drop_own(size_t gradient);
   // Forgets this rank's own gradients, after a step reduced them or they were given up.
   void forget() {
     others_weight_.spend(own_.weight);
@@ -119,9 +125,10 @@ class AccumulatedGradients {
     int64_t number = 0;
   };
   struct Own {
-    explicit Own(size_t gradients) : used(gradients), came(gradients), means(gradients) {}
+    explicit Own(size_t gradients) : used(gradients), came(gradients), had(gradients), means(gradients) {}
     std::vector<bool> used;
     std::vector<bool> came;
+    std::vector<bool> had;          // grad() was defined before the first of them
     std::vector<at::Tensor> means;  // see keep_mean()
     std::optional<double> weight{};
     bool nonzero = false;  // after the last local backward with a weight

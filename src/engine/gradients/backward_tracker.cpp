@@ -25,26 +25,34 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
 // watch passes to the outer one. libtorch exports no depth of a backward.
 class BackwardTracker::Watch {
  public:
-  Watch(BackwardTracker& tracker, Until until) : tracker_(tracker), until_(until), alive_(tracker.alive_) {}
+  Watch(BackwardTracker& tracker, Until until)
+      : tracker_(tracker), until_(until), number_(++tracker.watches_), alive_(tracker.alive_) {}
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
   ~Watch() {
-    // Without an outer backward on this thread the step stays open, and the next backward is refused.
-    if (!passes_ || alive_.expired() || !in_backward()) return;
+    if (over_ || alive_.expired()) return;
     const auto held = tracker_.lock();
-    tracker_.follow(until_);
+    if (passes_ && in_backward()) {
+      tracker_.follow(until_);
+    } else {
+      tracker_.failed(number_);  // the step stays open, and the next backward is refused
+    }
   }
   // Called at the end of the backward. Whether the watch passes to an outer one, whose node is at work.
   bool passes() {
     passes_ = until_ == Until::outermost && torch::autograd::get_current_node();
     return passes_;
   }
+  // The backward has ended, without an exception.
+  void finish() { over_ = true; }
 
  private:
   BackwardTracker& tracker_;
   Until until_;
+  int64_t number_;
   std::weak_ptr<bool> alive_;
   bool passes_ = false;
+  bool over_ = false;
 };
 
 BackwardTracker::BackwardTracker(const std::vector<Gradient>& gradients, const Options& options,
@@ -117,6 +125,18 @@ void BackwardTracker::ended(Watch& watch) {
     recomputes_ = true;
   } else {
     end();
+    watch.finish();
+  }
+}
+
+// Autograd destroys the watch of a backward that has thrown before the caller gets the exception. With a device's thread it may
+// be later, when another backward has begun.
+void BackwardTracker::failed(int64_t watch) noexcept {
+  if (watch != watches_ || phase_ != Phase::running) return;
+  const torch::NoGradGuard no_grad;
+  try {
+    listener_.backward_failed();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): what the backward has thrown says more
   }
 }
 

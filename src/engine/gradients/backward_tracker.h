@@ -26,6 +26,8 @@ class BackwardListener {
   // End of a backward. A local one is idle again by then; after a synchronising one the listener enters `idle` itself.
   virtual void end_local_backward() = 0;
   virtual void end_backward() = 0;
+  // A synchronising backward has thrown, and its caller has not got control yet. Must not communicate.
+  virtual void backward_failed() {}
   // Whether a backward that begins now would synchronise.
   virtual bool synchronises() const { return false; }
 
@@ -95,6 +97,7 @@ class BackwardTracker {
   void watch(Until until);
   void follow(Until until);
   void ended(Watch& watch);
+  void failed(int64_t watch) noexcept;
   void require_no_failed_backward() const;
   void require_own_forward() const;
   void arriving(size_t gradient);
@@ -108,6 +111,7 @@ class BackwardTracker {
   std::recursive_mutex mutex_;
   Phase phase_ = Phase::idle;
   std::weak_ptr<void> under_way_;             // Watch of the backward whose end ends the step
+  int64_t watches_ = 0;                       // so far
   bool recomputes_ = false;                   // a node of it has run the first backward of the step
   std::optional<std::vector<bool>> reached_;  // reached by some forward's graph
   std::vector<int> arrivals_;                 // arrivals per gradient in this backward

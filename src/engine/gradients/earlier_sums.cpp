@@ -159,6 +159,18 @@ void EarlierSums::added(size_t gradient) {
   if (aside_[gradient]) nonzero_[gradient] = grad(gradient).defined() && !is_zero(grad(gradient));
 }
 
+void EarlierSums::show_aside() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!aside_[i]) continue;
+    if (where_[i] == Where::part) {
+      stand_ins_.put(i);
+    } else {
+      mutable_grad(i) = whole_[i];
+      leave_outside_bucket(i);
+    }
+  }
+}
+
 void EarlierSums::put_back() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (!aside_[i]) continue;

@@ -99,6 +99,7 @@ void Reducer::arrived(size_t gradient) {
 
 // Reads what the caller did to gradients since the last backward.
 void Reducer::adopt_changes() {
+  if (running() && step_->given_up) return accumulated_.sums().adopt_changes();  // its buckets are still being summed
   if (spent_) spent_->clear();
   accumulated_.adopt_changes();
 }

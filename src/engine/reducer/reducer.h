@@ -139,6 +139,11 @@ class Reducer final : private BackwardListener {
   int lead() const { return join_state_ ? join_state_->first : 0; }
   // UsageError if this rank has a batch.
   void require_absence() const;
+  // Abandons a step whose backward has failed on this rank. For an optimizer, whose own communication would meet that step's on the
+  // other ranks.
+  void settle_failed_backward() {
+    if (running() && step_->given_up) abandon();
+  }
   // Abandons a broken step, if there is one.
   void settle() {
     if (broken()) abandon();
@@ -209,6 +214,7 @@ class Reducer final : private BackwardListener {
   void arrived(size_t gradient) override;
   void end_local_backward() override;
   void end_backward() override;
+  void backward_failed() override;
   bool synchronises() const override { return callbacks.synchronises(); }
 
   // reducer.cpp: arrival of gradients
@@ -261,6 +267,7 @@ class Reducer final : private BackwardListener {
   [[noreturn]] void refuse_step_of_two();
   void learn();
   void close_step();
+  void give_up_gradients(bool in_flight);
   void close_abandoned_step();
 
   std::vector<Gradient> gradients_;

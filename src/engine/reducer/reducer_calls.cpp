@@ -106,13 +106,16 @@ void Reducer::abandon() {
     if (!running()) {
       adopt_changes();
       begin_step(Step::From::no_batch);
+    } else if (step_->given_up) {
+      adopt_changes();
     }
+    const bool keeps_grad = reduction_->plan().everywhere() && !options_.consumer;
     for (auto& schedule = step_->schedule; schedule.next() < buckets_.size(); schedule.pass_next()) {
       const auto index = schedule.next();
       if (buckets_.all_frozen(index)) continue;
       for (const auto member : buckets_[index].members()) accumulated_.sums().set_aside(member);
       if (!buckets_[index].sparse()) {
-        buckets_.drop_gradients(index);  // of local backwards: the peers' sums are about to take their place
+        if (!keeps_grad) buckets_.drop_gradients(index);  // of local backwards: the peers' sums will take their place
         buckets_.acquire_bucket(index);
         buckets_[index].flat().zero_();
       }

@@ -187,19 +187,41 @@ void Reducer::close_step() {
   ++steps_;
 }
 
+// After a failed backward (in_flight) before the program gets control, which zeroes gradients or goes on to step(); else when the
+// step ends.
+void Reducer::give_up_gradients(bool in_flight) {
+  if (!running() || std::exchange(step_->given_up, true)) return;
+  const bool everywhere = reduction_->plan().everywhere();
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    const auto index = buckets_.places()[i].bucket;
+    auto& grad = gradients_[i].parameter.mutable_grad();
+    if (options_.consumer) {
+      grad.reset();  // nobody else zeroes them
+    } else if (!everywhere) {
+      accumulated_.drop_own(i);
+    } else if (buckets_.all_frozen(index)) {
+      continue;  // not in the step
+    } else if (!buckets_.frozen(i)) {
+      accumulated_.give_up(i, in_flight);
+    } else if (step_->untouched[i].defined()) {
+      grad = step_->untouched[i];
+    }
+  }
+  if (in_flight && !everywhere) accumulated_.sums().show_aside();
+}
+
+void Reducer::backward_failed() {
+  give_up_gradients(/*in_flight=*/true);
+}
+
 void Reducer::close_abandoned_step() {
   clock_.end_step(/*finished=*/false);
   if (auto* hook = reduction_->hook()) hook->reset();
   entry_.holding = false;
   accumulated_.sums().forget_held();
-  if (!reduction_->plan().everywhere()) {
-    for (size_t i = 0; i < buckets_.size(); ++i) buckets_.drop_gradients(i);
-    accumulated_.sums().put_back();
-  }
-  if (options_.consumer) {
-    for (auto& gradient : gradients_) gradient.parameter.mutable_grad().reset();  // nobody else zeroes them
-    options_.consumer->end_step(/*abandoned=*/true);
-  }
+  give_up_gradients(/*in_flight=*/false);
+  if (!reduction_->plan().everywhere()) accumulated_.sums().put_back();
+  if (options_.consumer) options_.consumer->end_step(/*abandoned=*/true);
   close_step();
 }
 

@@ -44,6 +44,7 @@ struct Step {
   bool early = false;      // the consumer takes buckets while backward runs
   bool behind = false;     // some ranks have dropped a forward, and others have used all of theirs
   bool abandoned = false;  // a bucket meant for the consumer was abandoned
+  bool given_up = false;   // its gradients: see Reducer::give_up_gradients(); the program may have changed them since
 
   BucketSchedule schedule;
   std::vector<std::optional<SparseSum>> sparse;  // by bucket

@@ -71,6 +71,7 @@ void ShardedOptimizerCore::State::adopt_values() {
 }
 
 void ShardedOptimizerCore::State::begin_step() {
+  if (modules.size() == 1) modules.front()->reducer().settle_failed_backward();  // several take turns
   for (const auto& module : modules) module->serve_readers();
 }
 

@@ -1,5 +1,6 @@
 #include "shoal/detail/data_parallel.h"
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/utils.h>
@@ -259,6 +260,7 @@ void DataParallelCore::before_forward() {
   state.require_shapes();
   // Also under no_sync, because the peers wait in the step that failed here; not within a backward that still runs.
   if (state.no_sync_depth == 0 || !BackwardTracker::in_backward()) state.reducer->settle();
+  if (state.no_sync_depth > 0 && torch::GradMode::is_enabled()) state.accumulates = state.reducer->step();
   adopt_changes(torch::GradMode::is_enabled());
   begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) {
@@ -369,6 +371,14 @@ at::DeviceType DataParallelCore::device() const {
 }
 
 void DataParallelCore::abandon_step() {
+  auto& state = *state_;
+  // Micro-batches under no_sync have begun the step. The other ranks enter it with their last one.
+  if (state.accumulates == state.reducer->step() && !state.reducer->awaits_backward()) {
+    const at::AutoGradMode grad(true);
+    const auto depth = std::exchange(state.no_sync_depth, 0);
+    const auto restore = c10::make_scope_exit([&] { state.no_sync_depth = depth; });
+    before_forward();
+  }
   state_->reducer->mark_failed();  // an exception between forward and backward is nobody's but the caller's
   state_->reducer->abandon();
 }

@@ -201,6 +201,7 @@ std::vector<at::Tensor> FullyShardedCore::own_gradients() const {
 
 std::vector<at::Tensor> FullyShardedCore::summed_gradients() {
   auto& module = *shards_->module;
+  module.reducer().settle_failed_backward();
   module.reducer().prepare_sums("FullyShardedDataParallel");
   std::vector<at::Tensor> list;
   for (const auto& piece : module.pieces()) {

@@ -194,21 +194,22 @@ TEST_P(Faults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
     }
   }
   trainer.model->fail.reset();
-  if (!GetParam().starts_with("megatron")) trainer.training.abandon_step();  // nothing was begun: no communication
+  if (!GetParam().starts_with("megatron")) trainer.training.abandon_step();  // on all ranks
   trainer.step(1);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
 }
 
 TEST_P(Faults, BEY10_micro_batches_after_a_step_that_failed_are_a_step_of_their_own) {
-  for (const auto point : {Point::forward, Point::last_gradient}) {
-    SCOPED_TRACE(static_cast<int>(point));
+  for (const auto [point, broken] : std::vector<std::pair<Point, int64_t>>{
+           {Point::forward, 0}, {Point::last_gradient, 0}, {Point::forward, 1}, {Point::last_gradient, 1}}) {
+    SCOPED_TRACE(fmt::format("point {} of micro-batch {}", static_cast<int>(point), broken));
     Trainer trainer(GetParam());
     const bool fails = group().rank() == 0;
     for (const int64_t step : {0, 1, 2}) {
       try {
         trainer.training.zero_grad();
         for (const int64_t micro : {0, 1}) {
-          if (fails && step == 1 && micro == 1) trainer.model->fail = point;
+          if (fails && step == 1 && micro == broken) trainer.model->fail = point;
           const auto local = trainer.training.no_sync(micro == 0);
           trainer.training.forward(batch(group().rank(), step, micro)).backward();
         }
@@ -217,7 +218,8 @@ TEST_P(Faults, BEY10_micro_batches_after_a_step_that_failed_are_a_step_of_their_
       } catch (const std::runtime_error& error) {
         EXPECT_EQ(step, 1) << error.what();
         trainer.model->fail.reset();
-        if (fails && GetParam().starts_with("megatron")) trainer.training.abandon_step();  // it sees no forward
+        // DistributedOptimizer sees no forward; and an exception under no_sync may be of a micro-batch that is left out.
+        if (fails && (GetParam().starts_with("megatron") || broken == 0)) trainer.training.abandon_step();
       }
     }
     torch::manual_seed(1);
@@ -292,6 +294,52 @@ TEST_P(Faults, BEY10_all_ranks_may_call_abandon_step_in_one_handler) {
   }
   EXPECT_EQ(abandoned, 1);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 3, 4, 5})), 1e-12);
+}
+
+// A step leaves sums, the next one fails, and zero_grad() follows, in either form. Where the failing rank says so first, which OSS
+// needs before its step(), the loop goes on to step(): with zeros, momentum moves the parameters, on all ranks alike.
+void zero_after_a_failure(const std::string& strategy, Point point, const std::vector<int>& faulty, bool says_so,
+                          bool to_none) {
+  SCOPED_TRACE(
+      fmt::format("point {}, {} ranks, said {}, to none {}", static_cast<int>(point), faulty.size(), says_so, to_none));
+  const bool here = std::count(faulty.begin(), faulty.end(), group().rank()) > 0;
+  const bool updates = says_so || strategy == "ddp" || strategy == "fsdp";
+  Trainer trainer(strategy);
+  trainer.step(0);
+  if (here) trainer.model->fail = point;
+  EXPECT_ANY_THROW(trainer.training.forward(batch(group().rank(), 10)).backward());
+  trainer.model->fail.reset();
+  if (here && (says_so || strategy.starts_with("megatron"))) trainer.training.abandon_step();
+  trainer.training.optimizer().zero_grad(to_none);
+  if (updates) trainer.training.step();
+  trainer.training.forward(batch(group().rank(), 1)).backward();
+  trainer.training.step();
+
+  torch::manual_seed(1);
+  FaultyImpl model;
+  torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (const int64_t step : {0, 1}) {
+    for (int rank = 0; rank < group().size(); ++rank) (model.forward(batch(rank, step)) / group().size()).backward();
+    optimizer.step();
+    if (step == 0) optimizer.zero_grad(to_none);
+    if (step == 0 && updates) optimizer.step();
+  }
+  EXPECT_LT(difference(trainer.model->parameters(), model.parameters()), 1e-12);
+}
+
+TEST_P(Faults, BEY10_zero_grad_after_a_failed_step_holds_for_what_was_before_it) {
+  if (GetParam() == "megatron_no_overlap") GTEST_SKIP() << "other ranks do not hear of it before step()";
+  if (GetParam() == "megatron_in_grads")
+    GTEST_SKIP() << "nothing can be added to gradients that have given their memory";
+  std::vector<int> all(group().size());
+  std::iota(all.begin(), all.end(), 0);
+  const std::vector<int> last{group().size() - 1};
+  for (const bool to_none : {true, false}) {
+    zero_after_a_failure(GetParam(), Point::last_gradient, all, /*says_so=*/false, to_none);
+    zero_after_a_failure(GetParam(), Point::last_gradient, last, /*says_so=*/false, to_none);
+    zero_after_a_failure(GetParam(), Point::last_gradient, last, /*says_so=*/true, to_none);
+    zero_after_a_failure(GetParam(), Point::forward, last, /*says_so=*/true, to_none);
+  }
 }
 
 TEST_P(Faults, BEY10_ranks_that_are_a_step_apart_are_refused) {
