@@ -64,11 +64,12 @@ class DataParallelCore : public Joinable {
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
 
   // Ends the step on this rank: after an exception in forward, in the loss, in backward or a hook, or where the batch is
-  // skipped. If forward had entered the step, the other ranks get StepAbandoned from their backward, and no rank has valid
-  // gradients. Does nothing between steps. The caller must zero gradients accumulated so far. The next forward calls it by itself
-  // after an exception in forward, in a hook or in a backward that had computed a gradient; after others it cannot know. A rank that
-  // then goes on without it meets the others one step late: if it has dropped the result of its forward, backward is a
-  // UsageError on all ranks.
+  // skipped. If forward had begun the step, also under no_sync, the other ranks get StepAbandoned from the backward that ends it, and
+  // no rank has valid gradients: on all of them they are zero, or undefined if they were before the step; sharded sums of earlier
+  // steps stay. Does nothing between steps. The caller must zero gradients accumulated so far. The next forward calls it by itself
+  // after an exception in forward, in a hook or in a backward that had computed a gradient, but not after one under no_sync, where the
+  // program may leave out a micro-batch and go on; after others it cannot know. A rank that then goes on without it meets the others
+  // one step late: if it has dropped the result of its forward, backward is a UsageError on all ranks.
   void abandon_step();
 
   // Communication of a step for which this rank has no batch, in a Join scope: matches the collectives of forward and
@@ -150,7 +151,7 @@ template <class Module, class Core>
 class DataParallelWrapper : public Core {
  public:
   // Runs the module's forward and returns its result, if any. Collective if buffers are broadcast; not under no_sync or
-  // if gradients are disabled. An exception marks the step as failed on this rank, see abandon_step().
+  // if gradients are disabled. An exception outside no_sync marks the step as failed on this rank, see abandon_step().
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     return detail::forward_between([this] { this->before_forward(); },

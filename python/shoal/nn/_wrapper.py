@@ -61,8 +61,8 @@ class Wrapper(Wrapped):
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward. An exception marks the step as failed on this rank: the other ranks get
-        StepAbandoned from their backward, and all go on with the next step."""
+        """Runs the module's forward. An exception outside no_sync() marks the step as failed on this rank: the other ranks get
+        StepAbandoned from their backward, and all go on with the next step. Within no_sync() call abandon_step() for that."""
         try:
             self._core.before_forward()
             result = self.module(*args, **kwargs)
@@ -97,8 +97,9 @@ class Wrapper(Wrapped):
         self._core.backward(loss_sum, weight)
 
     def abandon_step(self) -> None:
-        """Ends the step on this rank: after an exception in the loss or in backward, or where a batch is skipped after forward. The
-        other ranks get StepAbandoned from their backward. After an exception in forward the next one does so by itself."""
+        """Ends the step on this rank: after an exception in the loss or in backward, or where a batch is skipped after forward, and after
+        any exception within no_sync(), whose micro-batches have begun the step. The other ranks get StepAbandoned from the backward
+        that ends it. After an exception in forward outside no_sync() the next one does so by itself."""
         self._core.abandon_step()
 
     def _regrouped(self, group: _C.Group) -> None:
