@@ -2,6 +2,8 @@
 
 #include "shoal/group.h"
 
+#include <fmt/format.h>
+
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +12,7 @@
 
 #include "comm/group/group_state.h"
 #include "shoal/error.h"
+#include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
 namespace shoal::group_test {
@@ -170,6 +173,122 @@ TEST(Group, all_to_all_refuses_inputs_and_outputs_that_share_memory) {
   from[static_cast<size_t>(group().rank())] = to[static_cast<size_t>(group().rank())].fill_(2);
   exchange(from, to);
   EXPECT_TRUE((memory.narrow(0, ranks, 2 * ranks) == 2).all().item<bool>());
+}
+
+// What a rank sends lies where something else arrives.
+TEST(Group, inputs_in_the_memory_of_outputs_are_read_before_they_are_overwritten) {
+  const int64_t ranks = group().size();
+  const int rank = group().rank();
+  const auto call = [](Op op, int root, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs) {
+    issue(group(), {.op = op, .peer = root, .inputs = std::move(inputs), .outputs = std::move(outputs), .label = {}})
+        .wait();
+  };
+  for (const int64_t numel : {10, 300000}) {
+    for (const bool shared : {false, true}) {
+      SCOPED_TRACE(fmt::format("{} {}", numel, shared));
+      const auto memory = shared ? group().allocate(numel * (ranks + 1), at::kFloat) : at::zeros({numel * (ranks + 1)});
+      const auto whole = memory.narrow(0, 0, numel * ranks);
+      const auto part = [&](int64_t of) { return memory.narrow(0, numel * of, numel); };
+      const auto in_order = at::arange(1, ranks + 1, at::kFloat).repeat_interleave(numel);
+      const auto sum = at::full({numel}, static_cast<double>(ranks * (ranks + 1) / 2 + 10 * ranks * rank));
+      const auto fill = [&] { whole.copy_(in_order.mul(10).add(rank - 9)); };  // part q of rank r: 10 q + r + 1
+      const auto list = whole.split(numel);
+      // The first part, and one that lies across two parts or behind them.
+      for (const int64_t begin : {int64_t{0}, numel / 2}) {
+        const auto own = memory.narrow(0, begin, numel);
+        group().all_gather(whole, own.fill_(rank + 1)).wait();
+        EXPECT_TRUE(at::equal(whole, in_order));
+        call(Op::all_gather, -1, {own.fill_(rank + 1)}, list);
+        EXPECT_TRUE(at::equal(whole, in_order));
+        fill();
+        group().reduce_scatter(own, whole).wait();
+        EXPECT_TRUE(at::equal(own, sum));
+        fill();
+        call(Op::reduce_scatter, -1, list, {own});
+        EXPECT_TRUE(at::equal(own, sum));
+        own.fill_(rank + 1);
+        call(Op::gather, 0, {own}, rank == 0 ? list : std::vector<at::Tensor>());
+        EXPECT_TRUE(rank != 0 || at::equal(whole, in_order));
+        whole.copy_(in_order);
+        const auto last = part(ranks - 1);
+        call(Op::scatter, 0, rank == 0 ? list : std::vector<at::Tensor>(), {rank == 0 ? last : own});
+        EXPECT_TRUE((rank == 0 ? last : own).eq(rank + 1).all().item<bool>());
+      }
+      // Its own part at its own place is not copied.
+      const auto own = part(rank);
+      group().all_gather(whole, own.fill_(rank + 1)).wait();
+      EXPECT_TRUE(at::equal(whole, in_order));
+      fill();
+      group().reduce_scatter(own, whole).wait();
+      EXPECT_TRUE(at::equal(own, sum));
+    }
+  }
+}
+
+// Such views share memory with a tensor of other values.
+TEST(Group, conjugate_and_negated_views_arrive_as_their_values) {
+  const auto& group = test::group();
+  const int size = group.size(), rank = group.rank(), next = (rank + 1) % size;
+  const auto value = [](int of) { return c10::complex<float>(static_cast<float>(of + 1), 5); };
+  const auto conj = [&](int of) { return at::conj(at::full({4}, value(of), at::kComplexFloat)); };
+  const auto right = [&](const at::Tensor& tensor, int of) {
+    return tensor.eq(at::Scalar(c10::complex<float>(static_cast<float>(of + 1), -5))).all().item<bool>();
+  };
+  const auto arrives = [](int64_t numel) { return at::zeros({numel}, at::kComplexFloat); };
+  auto all = arrives(4 * size);
+  group.all_gather(all, conj(rank)).wait();
+  for (int of = 0; of < size; ++of) EXPECT_TRUE(right(all.narrow(0, 4 * of, 4), of)) << all;
+  auto root = rank == 0 ? conj(0) : arrives(4);
+  group.broadcast(root, 0).wait();
+  EXPECT_TRUE(right(root, 0)) << root;
+  auto part = arrives(4);
+  group.scatter(part, rank == 0 ? std::vector<at::Tensor>(size, conj(3)) : std::vector<at::Tensor>(), 0).wait();
+  EXPECT_TRUE(right(part, 3)) << part;
+  if (size > 1) {
+    auto sending = group.send(conj(rank), next);
+    group.recv(part, (rank + size - 1) % size).wait();
+    sending.wait();
+    EXPECT_TRUE(right(part, (rank + size - 1) % size)) << part;
+  }
+  const auto negated = at::imag(at::conj(at::full({1}, c10::complex<float>(1, 3), at::kComplexFloat)));  // -3
+  ASSERT_TRUE(negated.is_neg() && negated.is_contiguous());
+  auto sum = at::zeros({1});
+  group.reduce_scatter(sum, size == 1 ? negated : at::full({size}, -3.0)).wait();
+  EXPECT_EQ(sum.item<float>(), -3.F * static_cast<float>(size));
+  // Results would have to be written with other values than they have.
+  EXPECT_THROW(group.all_reduce(negated), UsageError);
+  EXPECT_THROW(group.all_gather(at::conj(all), part), UsageError);
+  const auto text = test::refusal<UsageError>([&] { group.reduce(negated, 0).wait(); });
+  EXPECT_NE(text.find("tensor.resolve_conj().resolve_neg()"), std::string::npos) << text;
+  EXPECT_EQ(group.all_reduce(1.0), size);  // and can continue
+}
+
+// It is contiguous, whatever its strides.
+TEST(Group, an_element_of_a_column_is_moved_and_summed) {
+  const auto& group = test::group();
+  const int size = group.size(), rank = group.rank(), next = (rank + 1) % size;
+  const auto table = at::zeros({4, 2});
+  const auto cell = table.narrow(0, 1, 1).select(1, 0).fill_(rank + 1);
+  ASSERT_EQ(cell.stride(0), 2);
+  auto all = at::zeros({size});
+  group.all_gather(all, cell).wait();
+  EXPECT_TRUE(at::equal(all, at::arange(1, size + 1, at::kFloat)));
+  if (size > 1) {
+    auto received = at::zeros({1});
+    auto sending = group.send(cell, next);
+    group.recv(received, (rank + size - 1) % size).wait();
+    sending.wait();
+    EXPECT_EQ(received.item<int>(), (rank + size - 1) % size + 1);
+  }
+  group.broadcast(cell, size - 1).wait();
+  EXPECT_EQ(cell.item<int>(), size);
+  group.all_reduce(cell).wait();
+  EXPECT_EQ(cell.item<int>(), size * size);
+  const std::vector<at::Tensor> parts(static_cast<size_t>(size), cell);
+  std::vector<at::Tensor> arrive;
+  for (int of = 0; of < size; ++of) arrive.push_back(at::zeros({4, 2}).narrow(0, 1, 1).select(1, 0));
+  issue(group, {.op = Op::all_to_all, .inputs = parts, .outputs = arrive, .label = {}}).wait();
+  EXPECT_EQ(arrive[static_cast<size_t>(next)].item<int>(), size * size);
 }
 
 TEST(Group, send_and_recv_go_round_a_ring) {

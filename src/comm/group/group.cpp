@@ -10,6 +10,7 @@
 
 #include "comm/group/group_state.h"
 #include "comm/group/no_communication.h"
+#include "comm/group/readable_inputs.h"
 #include "comm/group/text.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/transport/recording.h"
@@ -157,6 +158,7 @@ Work issue(const Group& group, Call call) {
     throw CommError(fmt::format("group '{}' cannot be used after an earlier failure: {}", state->name, failure));
   }
   std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
+  make_readable(call, group.rank(), group.size());
   introduce(state, call);
   const CallWatch telemetry(*state, call);
   check_agreement(state, call);

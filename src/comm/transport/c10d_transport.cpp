@@ -231,12 +231,12 @@ class C10dTransport : public Transport {
     return options;
   }
 
-  // Flat, because backends compare shapes, which collectives here do not care about. as_bytes: for libtorch's Gloo,
-  // which moves some dtypes only.
+  // Flat, because backends compare shapes, which collectives here do not care about; of stride 1, because one element of a
+  // column has another stride and is contiguous all the same. as_bytes: for libtorch's Gloo, which moves some dtypes only.
   static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors, bool as_bytes) {
     std::vector<at::Tensor> flat;
     for (const auto& tensor : tensors) {
-      flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.view({-1}));
+      flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.as_strided({tensor.numel()}, {1}));
       if (as_bytes) flat.back() = flat.back().view(at::kByte);
     }
     return flat;
