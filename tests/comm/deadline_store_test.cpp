@@ -17,6 +17,8 @@
 #include "comm/rendezvous/socket.h"
 #include "comm/store/given_store.h"
 #include "comm/store/store.h"
+#include "comm/store/store_lost.h"
+#include "comm/store/store_server.h"
 #include "tests/support/refusal.h"
 
 namespace shoal::deadline_store_test {
@@ -149,6 +151,20 @@ TEST(DeadlineStore, a_store_that_continues_is_asked_again) {
   stores.inner->stopped = false;
   std::this_thread::sleep_for(100ms);
   EXPECT_EQ(stores.store->add("n", 1), 2) << "what was given up has taken effect";
+}
+
+// c10d's client would go on to fail, and print a stack trace each time.
+TEST(DeadlineStore, a_connection_that_is_lost_stays_lost) {
+  auto server = std::make_unique<StoreServer>(StorePlace("127.0.0.1", 0), JobIdentity());
+  const auto store = connect_store("127.0.0.1", server->port(), 5);
+  store_set(*store, "a", "1");
+  server.reset();
+  const auto ask = [&] { store_try_get(*store, "a"); };
+  const auto said = test::refusal<StoreLost>(ask);
+  EXPECT_NE(said.find("lost the connection to the job's store at 127.0.0.1:"), std::string::npos) << said;
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(test::refusal<StoreLost>(ask), said);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(DeadlineStore, may_go_while_a_call_hangs) {

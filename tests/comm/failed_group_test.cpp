@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include <functional>
+#include <numeric>
 #include <thread>
 
 #include "comm/backend/backend.h"
@@ -173,6 +174,32 @@ TEST_F(FailedGroup, an_abort_is_told_to_all_ranks) {
     EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
     world().group().barrier().wait();
   }
+}
+
+// Attempts are numbered on each rank for itself.
+TEST_F(FailedGroup, a_subgroup_that_timed_out_can_be_made_again) {
+  std::vector<int> everyone(static_cast<size_t>(world().size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto attempt = [&](Milliseconds limit) {
+    return error_of([&] {
+      const auto group = world().group().subgroup(everyone, limit);
+      auto tensor = at::full({3}, group.rank() + 1);
+      group.all_reduce(tensor).wait();
+      EXPECT_EQ(tensor[0].item<int>(), group.size() * (group.size() + 1) / 2);
+    });
+  };
+  const auto number = std::to_string(world().size() - 1);
+  for (int early = 0; early < 2 && !late(); ++early) {
+    EXPECT_THAT(attempt(Milliseconds(100)), HasSubstr("within 0.1 s: rank " + number + " has not made this group"));
+  }
+  world().group().barrier().wait();
+  const auto begin = Clock::now();
+  for (int stale = 0; stale < 2 && late(); ++stale) {
+    EXPECT_THAT(attempt(std::chrono::seconds(20)),
+                HasSubstr("rank 0 gave it up after 0.1 s, before rank " + number + " came"));
+  }
+  EXPECT_EQ(attempt(std::chrono::seconds(20)), "(nothing was thrown)");
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(10));
 }
 
 // done() ends loops of programs that ask nothing else.

@@ -116,6 +116,21 @@ TEST(HostKill, a_rank_that_dies_at_any_moment_is_named_by_all_others_within_two_
   fmt::print("{} deaths, named by {} of {} survivors; slowest {:.2f} s\n", kills(), named, survivors, slowest);
 }
 
+TEST(HostKill, the_end_of_the_rank_that_holds_the_store_is_named_where_groups_are_made) {
+  const auto ended = test::run_ranks(3, [](const World& world) -> std::string {
+    world.barrier();
+    std::this_thread::sleep_for(std::chrono::milliseconds(world.rank() == 0 ? 20 : 70));
+    if (world.rank() == 0) std::raise(SIGKILL);
+    try {
+      world.group().subgroup({0, 1, 2});
+    } catch (const CommError& error) {
+      return error.what();
+    }
+    return "nothing was refused";
+  });
+  for (const int rank : {1, 2}) EXPECT_EQ(ended[rank].text.rfind("rank 0 (pid ", 0), 0U) << ended[rank].text;
+}
+
 TEST(HostKill, a_rank_that_is_stopped_for_a_while_goes_on) {
   const auto ended = test::run_ranks(
       3,

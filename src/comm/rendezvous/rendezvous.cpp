@@ -10,6 +10,7 @@
 #include "base/printable.h"
 #include "comm/rendezvous/while_waiting.h"
 #include "comm/store/authenticated_store.h"
+#include "comm/store/store_lost.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -318,7 +319,9 @@ void enter(Meeting& meeting, const Placement& placement, const PageAddress& page
     meeting.peers = std::move(present.peers);
     meeting.store->set_limit(store_limit);
   } catch (const std::exception& error) {
-    if (dynamic_cast<const c10::Error*>(&error) != nullptr) throw lost_store(placement);
+    const bool lost =
+        dynamic_cast<const StoreLost*>(&error) != nullptr || dynamic_cast<const c10::Error*>(&error) != nullptr;
+    if (lost) throw lost_store(placement);
     throw;
   }
 }

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "base/start_thread.h"
+#include "comm/store/store_lost.h"
 
 namespace shoal {
 
@@ -53,6 +54,8 @@ class DeadlineStore::Client {
 
   // Number of calls whose callers have given up.
   std::atomic<int> overdue = 0;
+  // The connection. c10d's client would print a stack trace for each later call.
+  std::atomic<bool> lost = false;
 
  private:
   void run() {
@@ -90,10 +93,22 @@ DeadlineStore::~DeadlineStore() {
   if (getpid() == pid_) client_->end(limit_);  // otherwise the thread is the parent's
 }
 
+namespace {
+
+StoreLost lost_connection(const std::string& name) {
+  return StoreLost(
+      fmt::format("lost the connection to the job's store at {}: the process that holds it (rank 0 or the launcher; in "
+                  "an elastic job any rank) has ended",
+                  name));
+}
+
+}  // namespace
+
 template <class Work>
 auto DeadlineStore::call(Work work) {
   using Result = decltype(work(std::declval<c10d::Store&>()));
   const auto limit = limit_.load();
+  if (client_->lost) throw lost_connection(name_);
   if (client_->overdue > 0) throw no_answer(name_, limit);
   if (getpid() != pid_) {
     throw UsageError(
@@ -122,7 +137,12 @@ auto DeadlineStore::call(Work work) {
       throw no_answer(name_, limit);
     }
   }
-  return result.get();
+  try {
+    return result.get();
+  } catch (const c10::DistNetworkError&) {
+    client_->lost = true;
+    throw lost_connection(name_);
+  }
 }
 
 c10::intrusive_ptr<c10d::Store> DeadlineStore::clone() {
