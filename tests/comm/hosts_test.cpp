@@ -1,7 +1,10 @@
 // Groups over several hosts, which are process namespaces of this machine: two with two ranks each.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <chrono>
+#include <csignal>
 #include <string>
 #include <vector>
 
@@ -137,6 +140,35 @@ TEST_F(Hosts, messages_that_nobody_receives_yet_hold_up_no_broadcast) {
     for (auto& work : works) work.wait();
     return "right";
   });
+}
+
+// Rank 1 waits for rank 3 alone, on another host, and hears of it by rank 0, which goes on as a program that cleans up.
+TEST_F(Hosts, a_rank_that_waits_across_hosts_hears_what_its_own_host_knows) {
+  WorldOptions options;
+  options.stopped_timeout_seconds = 1;
+  test::ForkedHosts hosts(
+      {2, 2},
+      [](const World& world) -> std::string {
+        const auto group = world.group().subgroup({0, 1, 2, 3});
+        auto tensor = at::ones({500000});
+        group.all_reduce(tensor).wait();
+        if (world.rank() == 3) std::raise(SIGSTOP);
+        try {
+          group.all_reduce(tensor).wait();
+        } catch (const CommError& error) {
+          if (world.rank() == 1) return error.what();
+        }
+        pause();
+        return "";
+      },
+      options);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(); };
+  while (!hosts.text_of(1) && seconds() < 20) usleep(10000);
+  const auto text = hosts.text_of(1).value_or("rank 1 waits after 20 s");
+  EXPECT_EQ(text.rfind("rank 3 (pid ", 0), 0U) << text;
+  for (const int rank : {0, 2, 3}) hosts.signal(rank, SIGKILL);
+  hosts.wait(20);
 }
 
 TEST_F(Hosts, a_collective_that_timed_out_on_one_rank_is_over_on_all) {

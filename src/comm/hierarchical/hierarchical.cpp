@@ -22,6 +22,7 @@ struct Chain {
   std::vector<std::shared_ptr<TransportWork>> running;
   std::function<void()> then;
   std::exception_ptr failure;
+  Channel channel = Channel::up;  // on which it runs
 
   bool finished() const { return waiting.empty() && running.empty(); }
   bool over() const { return finished() || failure; }
@@ -105,6 +106,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
       if (chain.failure) continue;
       try {
         while (settle(chain) && !chain.waiting.empty() && may_start(i)) start(chain);
+        if (!chain.over()) require_not_abandoned(chain);
       } catch (...) {
         chain.failure = std::current_exception();
       }
@@ -152,6 +154,14 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
     return true;
   }
 
+  // Ranks of this host tell in its shared memory that they have given up, which only operations there would look at.
+  void require_not_abandoned(const Chain& chain) const {
+    const bool inside = chain.channel == Channel::up || chain.channel == Channel::down;
+    if (chain.running.empty() || inside) return;
+    parts_.up->require_not_abandoned();
+    parts_.down->require_not_abandoned();
+  }
+
   bool may_start(size_t index) const {
     const auto channel = chains_[index]->waiting.front().channel;
     return std::none_of(chains_.begin(), chains_.begin() + static_cast<int64_t>(index),
@@ -161,6 +171,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
   void start(Chain& chain) {
     auto stage = std::move(chain.waiting.front());
     chain.waiting.pop_front();
+    chain.channel = stage.channel;
     for (const auto& call : stage.calls) {
       if (is_empty(call)) continue;  // on all ranks of the channel
       chain.running.push_back(transport(stage.channel).issue(call));
