@@ -105,9 +105,59 @@ TEST(Rendezvous, the_program_is_asked_while_ranks_are_missing_and_may_end_the_wa
   try {
     meet(placement, {}, "", {.rendezvous_timeout_seconds = 20});
     ADD_FAILURE() << "they have met";
-  } catch (const DisagreeError& error) {
+  } catch (const CommError& error) {
     EXPECT_NE(std::string(error.what()).find("rank 0 has stopped waiting for rank(s) 1"), std::string::npos);
   }
+}
+
+// What two ranks of these options say, by rank: "met", or the kind of error and its text. absent: a third rank never comes.
+std::vector<std::string> meeting_of(const WorldOptions& first, const WorldOptions& second, bool absent = false) {
+  const StoreServer launcher(StorePlace("127.0.0.1", 0));
+  const auto come = [&](int rank, const WorldOptions& options) {
+    return std::async(std::launch::async, [&, rank, options]() -> std::string {
+      Placement placement;
+      placement.rank = rank;
+      placement.size = absent ? 3 : 2;
+      placement.address = "127.0.0.1";
+      placement.port = launcher.port();
+      placement.store_is_served = true;
+      try {
+        meet(placement, {.descriptor = 1}, "", options);
+        return "met";
+      } catch (const CommError& error) {
+        return std::string("CommError ") + error.what();
+      } catch (const DisagreeError& error) {
+        return std::string("DisagreeError ") + error.what();
+      }
+    });
+  };
+  auto one = come(0, first), other = come(1, second);
+  return {one.get(), other.get()};
+}
+
+TEST(Rendezvous, a_rank_that_never_comes_is_the_same_kind_of_error_on_all) {
+  const WorldOptions options{.rendezvous_timeout_seconds = 1};
+  for (const auto& said : meeting_of(options, options, /*absent=*/true)) {
+    EXPECT_EQ(said.rfind("CommError rank(s) 2 of 3 did not appear at ", 0), 0U) << said;
+  }
+}
+
+TEST(Rendezvous, options_that_must_be_equal_and_differ_are_named_at_once) {
+  const auto expect_both = [](const std::vector<std::string>& said, const std::string& expected) {
+    for (const auto& text : said) EXPECT_EQ(text, expected);
+  };
+  const auto of = [](const char* transport, bool check = false) {
+    return WorldOptions{.transport = transport, .check_agreement = check, .rendezvous_timeout_seconds = 20};
+  };
+  expect_both(meeting_of(of("host"), of("tcp")),
+              "DisagreeError transport differs: host on rank 0, tcp on rank 1: give all ranks the same");
+  expect_both(meeting_of(of("gloo"), of("auto")),
+              "DisagreeError transport differs: gloo on rank 0, auto on rank 1: give all ranks the same");
+  expect_both(meeting_of(of("gloo", true), of("gloo")),
+              "DisagreeError check_agreement differs: on on rank 0, off on rank 1: give all ranks the same");
+  // What fits.
+  expect_both(meeting_of(of("auto", true), of("host")), "met");
+  expect_both(meeting_of(of("tcp"), of("tcp", true)), "met");
 }
 
 TEST(LaunchEnvironment, nothing_set_means_alone) {

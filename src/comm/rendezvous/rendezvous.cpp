@@ -3,11 +3,15 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <chrono>
 #include <sstream>
+#include <string_view>
 #include <thread>
+#include <type_traits>
 
 #include "base/printable.h"
+#include "comm/rendezvous/socket.h"
 #include "comm/rendezvous/while_waiting.h"
 #include "comm/store/authenticated_store.h"
 #include "comm/store/store_lost.h"
@@ -18,24 +22,29 @@ namespace {
 
 constexpr std::chrono::seconds leaving_limit(5);
 
-// A rank's record in the store, as text: "SIZE PID START PAGE NONCE HOST".
+// Before an error in the store that is a CommError on all ranks; others are DisagreeErrors.
+constexpr std::string_view of_communication = "communication: ";
+
+// A rank's record in the store, as text: "SIZE TRANSPORT CHECKED PID START PAGE NONCE HOST GPUS".
 struct Record {
   int size = 0;
+  std::string transport;
+  bool checked = false;  // check_agreement
   Peer peer;
 };
 
 std::string to_text(const Record& record) {
   const auto& peer = record.peer;
-  return fmt::format("{} {} {} {} {} {} {}", record.size, peer.process.pid, peer.process.start_time,
-                     peer.page.descriptor, peer.page.nonce, peer.host, peer.gpus);
+  return fmt::format("{} {} {:d} {} {} {} {} {} {}", record.size, record.transport, record.checked, peer.process.pid,
+                     peer.process.start_time, peer.page.descriptor, peer.page.nonce, peer.host, peer.gpus);
 }
 
 Record from_text(const std::string& text) {
   std::istringstream in(text);
   Record record;
   auto& peer = record.peer;
-  in >> record.size >> peer.process.pid >> peer.process.start_time >> peer.page.descriptor >> peer.page.nonce >>
-      peer.host >> peer.gpus;
+  in >> record.size >> record.transport >> record.checked >> peer.process.pid >> peer.process.start_time >>
+      peer.page.descriptor >> peer.page.nonce >> peer.host >> peer.gpus;
   peer.page.pid = peer.process.pid;
   return record;
 }
@@ -63,12 +72,14 @@ class Room {
         gpus_(std::move(gpus)),
         store_(meeting.store),
         launcher_(meeting.launcher),
+        transport_(options.transport),
+        checked_(options.check_agreement),
         timeout_(options.rendezvous_timeout_seconds),
         while_waiting_(options.while_waiting) {}
 
   Present enter() {
     require_same_job();
-    const Record own{placement_.size, {host_identity(), this_process(), page_, gpus_}};
+    const auto own = record_of({host_identity(), this_process(), page_, gpus_});
     const auto job = job_key();
     const auto visit = count_visit();
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
@@ -105,11 +116,12 @@ class Room {
           placement_.rank, own.process.pid));
     }
     own = {host_identity(), this_process(), page_, gpus_};
-    store_set(*store_, rank_key(placement_.rank), to_text({placement_.size, own}));
+    store_set(*store_, rank_key(placement_.rank), to_text(record_of(own)));
     return present_;
   }
 
  private:
+  Record record_of(Peer peer) const { return {placement_.size, transport_, checked_, std::move(peer)}; }
   std::string job_key() const { return "shoal/" + placement_.generation; }
   std::string visits_key() const { return fmt::format("{}/visits/{}", job_key(), placement_.rank); }
   std::string rank_key(int rank) const { return record_key(present_.prefix, rank); }
@@ -198,7 +210,33 @@ class Room {
                     rank, placement_.size, placement_.rank));
   }
 
+  // Ranks of different transports would wait for each other until their time is over. Those that fit are told apart in
+  // no case: "auto" is "host" among ranks of one host, and may be "tcp" over several.
+  void require_same_transport(const std::vector<Record>& records) {
+    const auto& first = records[0];
+    const bool share_memory = std::all_of(records.begin(), records.end(), [&](const Record& one) {
+      return one.peer.host == first.peer.host && one.peer.page.descriptor >= 0;
+    });
+    const auto kind = [&](const Record& one) {
+      const bool of_its_own = one.transport == "gloo" || one.transport == "mpi";
+      return of_its_own || (one.transport == "tcp" && share_memory) ? one.transport : "auto";
+    };
+    const auto checks = [](const Record& one) { return one.checked ? "on" : "off"; };
+    for (size_t rank = 1; rank < records.size(); ++rank) {
+      const auto& one = records[rank];
+      if (kind(one) != kind(first)) {
+        fail<DisagreeError>(fmt::format("transport differs: {} on rank 0, {} on rank {}: give all ranks the same",
+                                        first.transport, one.transport, rank));
+      }
+      if (one.checked != first.checked && kind(one) != "auto" && one.transport != "tcp") {
+        fail<DisagreeError>(fmt::format("check_agreement differs: {} on rank 0, {} on rank {}: give all ranks the same",
+                                        checks(first), checks(one), rank));
+      }
+    }
+  }
+
   void collect() {
+    std::vector<Record> records(static_cast<size_t>(placement_.size));
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_);
     present_.peers.resize(placement_.size);
     std::vector<int> missing(placement_.size);
@@ -207,7 +245,8 @@ class Room {
     while (true) {
       if (const auto error = published_error()) {
         leave();
-        throw DisagreeError(printable(*error));
+        if (!error->starts_with(of_communication)) throw DisagreeError(printable(*error));
+        throw CommError(printable(error->substr(of_communication.size())));
       }
       std::erase_if(missing, [&](int rank) {
         const auto text = store_try_get(*store_, rank_key(rank));
@@ -215,13 +254,17 @@ class Room {
         const auto record = from_text(*text);
         require_same_size(record.size, rank);
         present_.peers[rank] = record.peer;
+        records[rank] = record;
         return true;
       });
-      if (missing.empty()) return;
+      if (missing.empty()) {
+        require_same_transport(records);
+        return;
+      }
       if (++rounds % 50 == 0) look_for_ended(missing);
       if (std::chrono::steady_clock::now() > deadline) {
-        fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {} within {} s", fmt::join(missing, ", "),
-                                    placement_.size, store_name(placement_), timeout_));
+        fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {} within {} s{}", fmt::join(missing, ", "),
+                                    placement_.size, store_name(placement_), timeout_, loopback_name()));
       }
       try {
         pause();
@@ -231,6 +274,23 @@ class Room {
         throw;
       }
     }
+  }
+
+  // Many systems give a host's own name a loopback address in /etc/hosts.
+  std::string loopback_name() const {
+    const auto& name = placement_.address;
+    if (placement_.rank != 0 || placement_.store_is_served || name == "localhost") return "";
+    std::string number;
+    try {
+      number = resolve(name, placement_.port).host();
+    } catch (const std::runtime_error&) {
+      return "";
+    }
+    if (number == name || !(number.starts_with("127.") || number == "::1")) return "";
+    return fmt::format(
+        "; '{}' is {} on rank 0's host, which other hosts do not reach: set MASTER_ADDR to a number, or to "
+        "a name that is not a loopback address on any host",
+        name, number);
   }
 
   void pause() {
@@ -257,18 +317,22 @@ class Room {
     }
   }
 
+  void publish(const std::string& text, bool is_of_communication) {
+    store_set_once(*store_, present_.prefix + "/error",
+                   is_of_communication ? std::string(of_communication) + text : text);
+    leave();
+  }
+
   template <class E>
   [[noreturn]] void fail(const std::string& text) {
-    store_set_once(*store_, present_.prefix + "/error", text);
-    leave();
+    publish(text, std::is_same_v<E, CommError>);
     throw E(text);
   }
 
   // The same for a failure of the program's own, if the store answers.
   void give_up(const std::string& text) {
     try {
-      store_set_once(*store_, present_.prefix + "/error", text);
-      leave();
+      publish(text, /*is_of_communication=*/true);
     } catch (const std::exception&) {
     }
   }
@@ -297,6 +361,8 @@ class Room {
   const std::string gpus_;
   const StorePtr store_;
   const std::function<StorePtr()> launcher_;
+  const std::string transport_;
+  const bool checked_;
   const int timeout_;
   WhileWaiting while_waiting_;
   Present present_;
