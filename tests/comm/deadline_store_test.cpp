@@ -237,6 +237,14 @@ TEST(ConnectStore, who_does_not_answer_is_told_from_who_answers_wrongly) {
   EXPECT_NE(loud.find("is not the job's store"), std::string::npos) << loud;
 }
 
+// A name may become known while others start.
+TEST(ConnectStore, a_name_that_is_not_known_is_asked_again_until_the_deadline) {
+  std::string said;
+  EXPECT_GE(seconds_of([&] { said = test::refusal<UsageError>([&] { connect_store("[::1]", 29511, 1); }); }), 1);
+  EXPECT_NE(said.find("cannot resolve the address '[::1]'"), std::string::npos) << said;
+  EXPECT_NE(said.find("(tried for 1 s)"), std::string::npos) << said;
+}
+
 TEST(ConnectStore, a_back_log_that_is_full_swallows_no_more_than_the_deadline) {
   // Like a missing host: the connection is neither accepted nor refused.
   const auto address = resolve("127.0.0.1", 0);

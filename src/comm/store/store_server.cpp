@@ -94,8 +94,21 @@ std::string job_claim(const JobIdentity& job) {
 StorePtr connect_store(const std::string& address, int port, int timeout_seconds, const JobIdentity& job) {
   const std::chrono::seconds limit(timeout_seconds);
   const auto deadline = SteadyClock::now() + limit;
-  while (!somebody_listens(address, port, deadline)) {
+  // The name of a host that has just started may not be known yet, as that of rank 0's pod.
+  std::string unresolved;
+  const auto listens = [&] {
+    try {
+      unresolved.clear();
+      return somebody_listens(address, port, deadline);
+    } catch (const UsageError& error) {
+      unresolved = error.what();
+      std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(limit, std::chrono::milliseconds(300)));
+      return false;
+    }
+  };
+  while (!listens()) {
     if (SteadyClock::now() > deadline) {
+      if (!unresolved.empty()) throw UsageError(fmt::format("{} (tried for {} s)", unresolved, timeout_seconds));
       throw CommError(
           fmt::format("no server at {}:{} after {} s: rank 0 did not start, its host is unreachable, or MASTER_ADDR "
                       "and MASTER_PORT differ between ranks",

@@ -145,6 +145,7 @@ class Connecting {
     const auto topic = "tcp/" + group_;
     const auto lines = store_gather(world_, topic, world_ranks_, rank_, line, limit_);
     calls_.resize(rank_);
+    places_ = lines;
     for (int other = 0; other < static_cast<int>(lines.size()); ++other) {
       const auto& place = lines[other];
       if (place[0] == '-') throw CommError(failure(other, "cannot listen: " + place.substr(2)), other);
@@ -167,7 +168,24 @@ class Connecting {
 
  private:
   std::string failure(int rank, const std::string& why) const {
-    return fmt::format("cannot connect the ranks of group '{}' over tcp: rank {} {}", group_, world_ranks_[rank], why);
+    return fmt::format("cannot connect the ranks of group '{}' over tcp: rank {} {}{}", group_, world_ranks_[rank], why,
+                       unreachable_place(rank));
+  }
+
+  // Many systems give a host's own name a loopback address in /etc/hosts.
+  std::string unreachable_place(int other) const {
+    const auto& peers = world_.meeting.peers;
+    if (peers[world_ranks_[other]].host == peers[world_ranks_[rank_]].host) return "";
+    for (const int one : {rank_, other}) {
+      const auto place = static_cast<size_t>(one) < places_.size() ? places_[one] : "";
+      const auto address = place.substr(0, place.find(' '));
+      if (!address.starts_with("127.") && !address.starts_with("::1:")) continue;
+      return fmt::format(
+          "; rank {} listens at {}, which other hosts do not reach: set MASTER_ADDR to a number, or to a "
+          "name that is not a loopback address on any host",
+          world_ranks_[one], address);
+    }
+    return "";
   }
 
   bool advance() {
@@ -238,6 +256,7 @@ class Connecting {
   const std::chrono::milliseconds limit_;
   const uint64_t key_ = random_key();
   Descriptor listening_;
+  std::vector<std::string> places_;           // by rank, with its key
   std::vector<std::optional<CallTo>> calls_;  // by rank
   std::list<CallFrom> visitors_;
   std::vector<std::unique_ptr<Link>> links_;
