@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "base/environment.h"
+#include "base/print_to_stderr.h"
 #include "base/printable.h"
 
 namespace shoal::cli {
@@ -29,8 +30,7 @@ void complain(const std::string& text) {
   const auto environment = process_environment();
   const auto rank = environment("RANK");
   const bool several = rank && environment("WORLD_SIZE").value_or("1") != "1";
-  fmt::print(stderr, "{}error: {}\n", several ? "rank " + *rank + ": " : "",
-             printable(text.substr(0, text.find('\n'))));
+  print_to_stderr("{}error: {}\n", several ? "rank " + *rank + ": " : "", printable(text.substr(0, text.find('\n'))));
 }
 
 int exit_code_of(const std::function<int()>& work) {

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <fstream>
 
+#include "base/print_to_stderr.h"
 #include "comm/group/group_state.h"
 
 namespace shoal {
@@ -30,12 +31,12 @@ void tell(const ElasticChange& change, const ElasticOptions& options, int rank, 
   if (rank == 0 && !options.metrics.empty()) {
     std::ofstream file(options.metrics, std::ios::app);
     file << change.metrics_line() + '\n' << std::flush;
-    if (!file) fmt::print(stderr, "shoal: cannot write {}\n", options.metrics);
+    if (!file) print_to_stderr("shoal: cannot write {}\n", options.metrics);
   }
   if (options.on_change) {
     options.on_change(change);
   } else if (rank == 0) {
-    fmt::print(stderr, "shoal: {}\n", change.text());
+    print_to_stderr("shoal: {}\n", change.text());
   }
 }
 

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "base/end_process.h"
+#include "base/print_to_stderr.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -63,7 +64,7 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
   try {
     code = body();
   } catch (const std::exception& error) {
-    fmt::print(stderr, "error: {}\n", error.what());
+    print_to_stderr("error: {}\n", error.what());
   }
   end_process(code);
 }

@@ -3,9 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
+#include "base/print_to_stderr.h"
 #include "shoal/progress.h"
 
 namespace shoal {
@@ -35,8 +35,7 @@ ProgressBar::~ProgressBar() {
 
 void ProgressBar::clear() {
   if (!std::exchange(drawn_, false)) return;
-  std::fputs("\r\x1b[K", stderr);
-  std::fflush(stderr);
+  write_to_stderr("\r\x1b[K");
 }
 
 std::string ProgressBar::text(const std::string& note, Clock::time_point now) const {
@@ -67,12 +66,11 @@ void ProgressBar::update(int64_t steps, const std::string& note) {
       line = fmt::format("[{}{}] {}", std::string(filled, '='), std::string(static_cast<size_t>(width) - filled, ' '),
                          line);
     }
-    fmt::print(stderr, "\r\x1b[K{}", line.substr(0, columns));
+    print_to_stderr("\r\x1b[K{}", line.substr(0, columns));
     drawn_ = true;
   } else {
-    fmt::print(stderr, "{}\n", text(note, now));
+    print_to_stderr("{}\n", text(note, now));
   }
-  std::fflush(stderr);
 }
 
 }  // namespace shoal

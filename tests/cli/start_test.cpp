@@ -262,6 +262,12 @@ TEST(Start, standard_streams_that_are_closed_or_full_lose_nothing_in_silence) {
   ended = run({"sh", "-c", train + "- > /dev/full"}, 60);
   EXPECT_EQ(ended.code, 1);
   EXPECT_NE(ended.output.find("error: cannot write to standard output: "), std::string::npos) << ended.output;
+  // With this option it says that there is no checkpoint yet.
+  const auto saves = " train --data reference --model mlp --steps 2 --ranks 1 --resume latest --save ";
+  ended = run({"sh", "-c", SHOAL + (saves + folder.file("run")) + " 2> /dev/full"}, 60);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(std::filesystem::exists(folder.file("run/step-2/index.json")));
+  EXPECT_EQ(run({"sh", "-c", std::string(SHOAL) + " train --no 2> /dev/full"}, 60).code, 2);
 }
 
 // The limit applies to the shell and everything that it starts.

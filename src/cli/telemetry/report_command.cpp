@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <memory>
 
+#include "base/print_to_stderr.h"
 #include "cli/commands.h"
 #include "cli/telemetry/report_page.h"
 #include "cli/telemetry/run_files.h"
@@ -45,7 +46,7 @@ void add_report_command(CLI::App& app, Action& chosen) {
       std::vector<RunReport> runs;
       for (const auto& place : options->places) {
         runs.push_back(read_run(place));
-        if (runs.back().damaged.count > 0) fmt::print(stderr, "shoal: {}\n", runs.back().damaged.in_words());
+        if (runs.back().damaged.count > 0) print_to_stderr("shoal: {}\n", runs.back().damaged.in_words());
       }
       const auto page = report_page(runs);
       if (!options->json.empty()) write_json(options->json, to_json(runs));

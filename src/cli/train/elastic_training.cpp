@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/print_to_stderr.h"
 #include "checkpoint/folder.h"
 #include "cli/strategies/schedules.h"
 #include "cli/train/loop.h"
@@ -110,14 +111,13 @@ void Trainer::tell_changes(Loop& loop, TrainResult& result) {
   for (auto& change : changes_) {
     change.step = loop.number;
     result.changes.push_back(nlohmann::ordered_json::parse(change.metrics_line()));
-    if (loop.reports) fmt::print(stderr, "shoal: {}\n", change.text());
+    if (loop.reports) print_to_stderr("shoal: {}\n", change.text());
     if (loop.metrics.wanted()) loop.metrics.write(result.changes.back());
   }
   changes_.clear();
   if (loop.reports && !lost_save_.empty()) {
-    fmt::print(stderr,
-               "shoal: checkpoint {} was not saved: the ranks changed while it was written; training continues\n",
-               lost_save_);
+    print_to_stderr("shoal: checkpoint {} was not saved: the ranks changed while it was written; training continues\n",
+                    lost_save_);
   }
   lost_save_.clear();
 }

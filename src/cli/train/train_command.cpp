@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/end_process.h"
+#include "base/print_to_stderr.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/loading/reader.h"
@@ -145,7 +146,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   reset_peak();
 
   const auto leave_interrupted = [](bool says, const std::string& what, const std::string& path) -> int {
-    if (says) fmt::print(stderr, "interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
+    if (says) print_to_stderr("interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
     end_process(interrupted_code);  // peers may have stopped one step earlier or later
   };
   try {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/print_to_stderr.h"
 #include "base/printable.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
@@ -140,7 +141,7 @@ int64_t Trainer::resume() {
   if (options_.resume.empty() || world_.joining()) return 0;
   if (options_.partial) {
     const auto found = load(options_.resume, *training_, {.partial = true});
-    if (group_.rank() == 0) fmt::print(stderr, "starting with what {} has of the model\n", found.path.string());
+    if (group_.rank() == 0) print_to_stderr("starting with what {} has of the model\n", found.path.string());
     return 0;
   }
   // The command line, not the checkpoint, defines the options of param groups.
@@ -148,7 +149,7 @@ int64_t Trainer::resume() {
   const auto found =
       options_.resume_if_any ? load_latest(options_.resume, *training_, how) : load(options_.resume, *training_, how);
   if (!found) {
-    if (group_.rank() == 0) fmt::print(stderr, "{} has no checkpoint yet: starting at step 0\n", options_.resume);
+    if (group_.rank() == 0) print_to_stderr("{} has no checkpoint yet: starting at step 0\n", options_.resume);
     return 0;
   }
   const auto& loaded = *found;
@@ -167,9 +168,9 @@ int64_t Trainer::resume() {
   }
   if (schedule_) schedule_->set_position(first);  // its own count is in steps of the ranks that it began with
   if (group_.rank() == 0) {
-    fmt::print(stderr, "going on after step {} of {}{}\n", first, loaded.path.string(),
-               loaded.exact ? "" : fmt::format(" ({} at {} ranks)", printable(loaded.strategy), loaded.ranks));
-    for (const auto& difference : loaded.differences) fmt::print(stderr, "{}\n", difference);
+    print_to_stderr("going on after step {} of {}{}\n", first, loaded.path.string(),
+                    loaded.exact ? "" : fmt::format(" ({} at {} ranks)", printable(loaded.strategy), loaded.ranks));
+    for (const auto& difference : loaded.differences) print_to_stderr("{}\n", difference);
   }
   return first;
 }
@@ -199,7 +200,7 @@ bool Trainer::is_due(int64_t steps) const {
 // on without it.
 void Trainer::tolerate(const std::function<void()>& saving) {
   const auto say = [&](const Error& error) {
-    if (leads()) fmt::print(stderr, "shoal: {}; training continues\n", error.what());
+    if (leads()) print_to_stderr("shoal: {}; training continues\n", error.what());
   };
   try {
     saving();
@@ -218,7 +219,7 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
   } catch (const CommError& error) {
     if (in_step()) throw;
-    if (leads()) fmt::print(stderr, "shoal: no checkpoint of the end: {}\n", error.what());
+    if (leads()) print_to_stderr("shoal: no checkpoint of the end: {}\n", error.what());
   }
 }
 
@@ -341,7 +342,7 @@ void Trainer::train(Loop& loop, TrainResult& result) {
       loop.under_strategy = 0;
       loop.progress.clear();
       if (loop.reports) {
-        fmt::print(stderr, "step {}: {}\n", number, (*line)["event"].get<std::string>());
+        print_to_stderr("step {}: {}\n", number, (*line)["event"].get<std::string>());
       }
       if (loop.metrics.wanted()) loop.metrics.write(*line);
     }
@@ -369,9 +370,9 @@ TrainResult Trainer::run() {
   const bool joins = world_.joining();
   const bool reports = group_.rank() == 0 && !joins;
   if (reports && first == 0 && !options_.save.empty() && std::filesystem::exists(options_.save + "/latest")) {
-    fmt::print(stderr,
-               "--save {}: replaces checkpoints of an earlier run at the same steps; --resume latest goes on from it\n",
-               options_.save);
+    print_to_stderr(
+        "--save {}: replaces checkpoints of an earlier run at the same steps; --resume latest goes on from it\n",
+        options_.save);
   }
   // Before ranks may end, so that one that takes over finds no lines of a former run.
   Metrics metrics(options_.metrics, first > 0 || joins ? Metrics::Start::behind : Metrics::Start::anew, reports);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "base/print_to_stderr.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -232,8 +233,7 @@ std::string GenerationWatch::broken_in_words(int rank) const {
 
 void GenerationWatch::end(int member) const {
   if (board_->entry(member).left || !board_->end(member)) return;
-  fmt::print(
-      stderr,
+  print_to_stderr(
       "shoal: rank {} (pid {}; the launcher's number) is killed: the others have waited for it for more than {} s\n",
       member, board_->process(member).pid, std::chrono::duration<double>(stragglers_.limit).count());
 }
