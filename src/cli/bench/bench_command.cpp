@@ -12,6 +12,7 @@
 #include <string>
 
 #include "base/limits.h"
+#include "base/print_to_stderr.h"
 #include "cli/bench/collectives.h"
 #include "cli/bench/html.h"
 #include "cli/bench/table.h"
@@ -97,15 +98,17 @@ int bench(const BenchOptions& options, const Placement& placement, const std::ve
   if (options.train) {
     const auto bench = bench_training(options.training, line[0]);
     if (!bench) {
-      fmt::print(stderr, "interrupted\n");
+      print_to_stderr("interrupted\n");
       return interrupted_code;
     }
     return finish(options, "train", json_of(*bench, options.training), bench->figures.table());
   }
   if (placement.source != "alone") return bench_rank(options, placement.rank);
-  return launch_ranks(
-      {.ranks = options.ranks.value_or(default_ranks), .threads = options.threads, .prefix_output = false}, line,
-      [&options] { return bench_rank(options, find_placement({}, process_environment()).rank); });
+  return launch_ranks({.ranks = options.ranks.value_or(default_ranks),
+                       .threads = options.threads,
+                       .prefix_output = false,
+                       .flight_recorder = process_environment()("SHOAL_FLIGHT_RECORDER").value_or("")},
+                      line, [&options] { return bench_rank(options, find_placement({}, process_environment()).rank); });
 }
 
 }  // namespace

@@ -297,6 +297,9 @@ void add_train_command(CLI::App& app, const std::vector<std::string>& line, Acti
   add_train_options(*command, *options);
   command->callback([options, &line, &chosen] {
     options->complete();
+    if (options->flight_recorder.empty()) {
+      options->flight_recorder = process_environment()("SHOAL_FLIGHT_RECORDER").value_or("");
+    }
     const auto placement = find_placement({}, process_environment());
     const int ranks = ranks_of(*options, placement);
     check_start(*options, placement, ranks);

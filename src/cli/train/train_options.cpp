@@ -354,9 +354,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                    "--resume loads only the parameters and buffers that the checkpoint has, and training begins at "
                    "step 0: for fine-tuning");
   command.add_option("--trace", options.trace, "folder for Chrome traces, rank-N.json; see shoal trace merge");
-  command.add_option(
-      "--flight-recorder", options.flight_recorder,
-      "folder for the flight recorders, which keep each rank's last collectives; see shoal flight and shoal top");
+  command.add_option("--flight-recorder", options.flight_recorder,
+                     "folder for the flight recorders, which keep each rank's last collectives; see shoal flight and "
+                     "shoal top (default: "
+                     "SHOAL_FLIGHT_RECORDER)");
   command.add_option("--metrics", options.metrics,
                      "write a line of JSON to this file after every step and evaluation, behind those of the run that "
                      "--resume goes on from; loss and times are those of rank 0; see shoal top and shoal report");
