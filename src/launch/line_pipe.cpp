@@ -35,22 +35,24 @@ void LinePipe::take(const char* data, size_t size) {
     const bool ends = stop != end;
     pending_.append(data, stop);
     if (ends) pending_ += *stop;
-    if (ends || pending_.size() > most_pending) {
-      if (!within_line_) target_->add(prefix_);
-      target_->add(std::exchange(pending_, {}));
-      within_line_ = !ends;
-    }
+    if (ends || pending_.size() > most_pending) forward(ends);
     after_return_ = ends && *stop == '\r';
     data = ends ? stop + 1 : end;
   }
 }
 
 void LinePipe::end_last_line() {
-  if (pending_.empty() && !within_line_) {
+  if (pending_.empty() && !target_->within_line_of(fd_)) {
     if (std::exchange(after_return_, false)) target_->add("\n");  // ends a progress bar's line before other output
     return;
   }
-  target_->add((within_line_ ? std::string() : prefix_) + std::exchange(pending_, {}) + "\n");
+  pending_ += '\n';
+  forward(/*ends=*/true);
+}
+
+void LinePipe::forward(bool ends) {
+  if (!target_->within_line_of(fd_)) pending_.insert(0, prefix_);
+  target_->add(std::exchange(pending_, {}), fd_, ends);
 }
 
 }  // namespace shoal

@@ -8,11 +8,11 @@
 
 namespace shoal {
 
-// A line ends at "\n", "\r\n", or "\r" alone (a progress bar's). To bound memory, text beyond `most_pending` bytes
-// without an end is forwarded as it is.
+// A line ends at "\n", "\r\n", or "\r" alone (a progress bar's). To bound memory, `most_pending` bytes without an end are
+// forwarded as part of a line; where another rank writes before the next part, that one begins with the prefix, too.
 class LinePipe {
  public:
-  static constexpr size_t most_pending = 1 << 16;
+  static constexpr size_t most_pending = 1 << 20;
 
   // fd: reading end of the pipe, owned. target: must outlive this object.
   LinePipe(int fd, Outlet& target, std::string prefix) : fd_(fd), target_(&target), prefix_(std::move(prefix)) {}
@@ -27,12 +27,12 @@ class LinePipe {
  private:
   void take(const char* data, size_t size);
   void end_last_line();
+  void forward(bool ends);
 
   int fd_;
   Outlet* target_;
   std::string prefix_;
   std::string pending_;        // unfinished line
-  bool within_line_ = false;   // the beginning of the line was written
   bool after_return_ = false;  // the last line ended with "\r", which may be followed by its "\n"
 };
 

@@ -10,8 +10,12 @@
 
 namespace shoal {
 
-void Outlet::add(std::string_view text) {
-  if (error_ == 0) waiting_ += text;
+void Outlet::add(std::string_view text, int writer, bool ends) {
+  if (error_ == 0) {
+    if (unfinished_ != nobody && unfinished_ != writer) waiting_ += '\n';
+    waiting_ += text;
+  }
+  unfinished_ = ends ? nobody : writer;
 }
 
 void Outlet::drain() {

@@ -12,8 +12,11 @@ class Outlet {
   explicit Outlet(int fd) : fd_(fd) {}
 
   int fd() const { return fd_; }
-  // Adds whole lines, so that those of several ranks do not mix.
-  void add(std::string_view text);
+  // Adds whole lines, or part of a writer's line. A line that another writer has not finished is ended first, so that those of
+  // several ranks do not mix.
+  void add(std::string_view text, int writer = nobody, bool ends = true);
+  // Whether the writer has an unfinished line here.
+  bool within_line_of(int writer) const { return unfinished_ == writer; }
   // Writes as much as the stream accepts now.
   void drain();
   bool empty() const { return waiting_.empty(); }
@@ -24,11 +27,13 @@ class Outlet {
 
  private:
   static constexpr size_t most_waiting = 1 << 20;
+  static constexpr int nobody = -1;
 
   int fd_;
   std::string waiting_;
   size_t written_ = 0;  // bytes of `waiting_` that were written
   int error_ = 0;
+  int unfinished_ = nobody;  // whose line is
 };
 
 // Whether two streams refer to the same file, pipe or terminal.
