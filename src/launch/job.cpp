@@ -25,8 +25,7 @@
 namespace shoal {
 namespace {
 
-constexpr int interrupted_well = 130;  // exit code of a rank that has saved and ended after a signal
-constexpr int most_failed_joins = 3;   // in a row, before no rank is replaced any more
+constexpr int most_failed_joins = 3;  // in a row, before no rank is replaced any more
 
 // Unique on all hosts. Within another job, it begins with that job's id.
 std::string make_job_id() {
@@ -71,22 +70,23 @@ int Job::run() {
   forward_the_rest();
   // The last ranks may have been killed, and have said nothing.
   const int code = code_.value_or(0);
-  const bool killed = code > 128 && code != interrupted_well;
-  if (options_.min_ranks > 0 && !interrupted_ && killed && !ranks_.given_up() && ranks_.standing() == 0) {
+  const bool killed = code > 128 && code != Interruption::ended_well;
+  if (options_.min_ranks > 0 && !interruption_.began() && killed && !ranks_.given_up() && ranks_.standing() == 0) {
     output_.say("no rank is left, so the job and all shards of its state are lost{}",
                 options_.when_lost ? options_.when_lost() : "");
   }
-  if (succeeded_ && last_failure_ && ranks_.go_on() && !interrupted_) {
+  if (succeeded_ && last_failure_ && ranks_.go_on() && !interruption_.began()) {
     output_.say("no rank has ended well since then: whatever was left to train or to save is lost");
   }
-  if (code_ && (!interrupted_ || code_before_interrupt_)) print_verdict();
+  if (code_ && (!interruption_.began() || interruption_.after_failure())) print_verdict();
   forward_the_rest();
   return result();
 }
 
 int Job::result() const {
-  if (interrupted_) return code_before_interrupt_.value_or(interrupted_well);
-  if (const int error = output_.error(); error != 0 && !code_) {
+  const bool stopped = interruption_.began();
+  if (stopped && !(unread_ && interruption_.code() == Interruption::ended_well)) return interruption_.code();
+  if (const int error = output_.error(); error != 0 && (stopped || !code_)) {
     throw UsageError(fmt::format("cannot write the output of the ranks: {}", std::strerror(error)));
   }
   const auto joined = [&](const Child& child) { return ranks_.belongs(child); };
@@ -172,7 +172,7 @@ void Job::replace(int rank) {
 
 // Whether nobody needs to join any more.
 bool Job::ending() const {
-  return interrupted_ || succeeded_ || stop_times_.set() || !ranks_.go_on();
+  return interruption_.began() || succeeded_ || stop_times_.set() || !ranks_.go_on();
 }
 
 // The same on all nodes.
@@ -203,8 +203,10 @@ void Job::step() {
     if (waits[i + 1].revents != 0) pipes[i]->pump();
   }
   output_.drain();
+  look_for_reader();
   const auto asked = signals_.asked();
-  if (asked.to_stop > 0) interrupt(asked.to_stop);
+  if (asked.to_stop || asked.hung_up) interrupt(asked);
+  if (asked.to_suspend) suspend();
   if (asked.who_waits && options_.flight_recorder.empty()) {
     output_.say("who waits for whom is in the flight recorders of the ranks, which need --flight-recorder FOLDER");
   } else if (asked.who_waits) {
@@ -218,11 +220,11 @@ void Job::step() {
   start_asked();
   end_late_newcomers();
   end_overdue();
-  if (const int signal = stop_times_.due(); signal != 0) ranks_.signal_all(signal);
+  end_late();
 }
 
 void Job::look_at_other_nodes() {
-  if (stop_times_.set() || interrupted_ || ranks_.alive() == 0) return;
+  if (stop_times_.set() || interruption_.began() || ranks_.alive() == 0) return;
   const auto why = store_.failure_elsewhere();
   if (why.empty() || options_.keep_going) return;
   if (std::exchange(told_of_others_, true)) return;
@@ -233,7 +235,7 @@ void Job::look_at_other_nodes() {
 
 // Ranks that have given an elastic job up end, and those for which they have waited would stay.
 void Job::look_for_loss() {
-  if (options_.min_ranks == 0 || stop_times_.set() || interrupted_ || ranks_.alive() == 0) return;
+  if (options_.min_ranks == 0 || stop_times_.set() || interruption_.began() || ranks_.alive() == 0) return;
   const bool all_run = ranks_.alive() == static_cast<int64_t>(ranks_.children().size());
   if (options_.nodes == 1 && all_run) return;  // nobody has given it up, and the store is not asked each time
   const auto why = store_.lost();
@@ -298,6 +300,7 @@ bool Job::note_end(Child& child, int status) {
   // After the failure that has ended the job, the others' are its consequences.
   const bool consequence = code_ && !ranks_.go_on();
   child.failed = status != 0;
+  if (interruption_.began() && belonged) note_interrupted_end(child, status);
   const bool left = !belonged && newcomers_.has_left(child.rank);
   if (status == 0 && !belonged && !ending()) {
     output_.say("rank {} (pid {}) {}", child.rank, child.pid,
@@ -307,17 +310,17 @@ bool Job::note_end(Child& child, int status) {
   const auto* when = belonged ? "" : left ? " after it had left the job again" : " before it had joined the job";
   const auto text = fmt::format("rank {} {}{}", child.rank, describe_end(status), when);
   const auto tell = [&] {
-    if (!interrupted_) output_.say("{} (pid {})", text, child.pid);
+    if (!interruption_.began()) output_.say("{} (pid {})", text, child.pid);
   };
   if (!belonged) {
     tell();
     return true;
   }
   if (!code_) code_ = exit_code(status);
-  if (options_.min_ranks > 0 && exit_code(status) != interrupted_well) last_failure_ = exit_code(status);
+  if (options_.min_ranks > 0 && exit_code(status) != Interruption::ended_well) last_failure_ = exit_code(status);
   if (!ranks_.go_on()) store_.report_failure(text);
   tell();
-  if (!stop_times_.set() && !interrupted_ && !ranks_.go_on()) {
+  if (!stop_times_.set() && !interruption_.began() && !ranks_.go_on()) {
     const auto left = ranks_.standing();
     if (options_.min_ranks > 0 && left > 0) {
       output_.say("{} left, and --elastic wants {}: the job ends",
@@ -325,7 +328,7 @@ bool Job::note_end(Child& child, int status) {
     }
     stop_times_.give(options_.grace_seconds);
   }
-  return exit_code(status) != interrupted_well;
+  return exit_code(status) != Interruption::ended_well;
 }
 
 // Reported, because the other ranks wait for it and nothing else would tell why.
@@ -336,22 +339,12 @@ void Job::note_stop(Child& child, int status) {
               in_words(WSTOPSIG(status)), child.pid);
 }
 
-// The first interrupt lets the ranks end on their own, the second one kills them.
-void Job::interrupt(int count) {
-  ranks_.signal_all(interrupted_ || count > 1 ? SIGKILL : SIGINT);
-  // A job that ends because of a failure ends no later, and not well.
-  if (!interrupted_ && !ranks_.go_on()) code_before_interrupt_ = code_;
-  interrupted_ ? stop_times_.give(options_.stop_seconds) : stop_times_.give_at_most(options_.stop_seconds);
-  interrupted_ = true;
-  waits_no_more_ = ranks_.alive() == 0;
-}
-
 // Forwards the remaining output. A slow reader gets all of it; after an interrupt it gets a moment only, because it
 // may have stopped. Descendants of ranks may keep the pipes open for any time, and are not waited for.
 void Job::forward_the_rest() {
   const auto end = StopTimes::Clock::now() + StopTimes::seconds(2);
   auto closing = StopTimes::Clock::now() + StopTimes::seconds(0.3);
-  while (!interrupted_ || StopTimes::Clock::now() < end) {
+  while (!interruption_.began() || StopTimes::Clock::now() < end) {
     const auto now = StopTimes::Clock::now();
     if (!output_.empty()) {
       closing = now + StopTimes::seconds(0.3);

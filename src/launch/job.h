@@ -5,7 +5,9 @@
 #include <optional>
 #include <string>
 
+#include "base/without_sigpipe.h"
 #include "comm/store/job_store.h"
+#include "launch/interruption.h"
 #include "launch/launcher.h"
 #include "launch/newcomers.h"
 #include "launch/output.h"
@@ -49,7 +51,12 @@ class Job {
   void reap();
   bool note_end(Child& child, int status);
   void note_stop(Child& child, int status);
-  void interrupt(int count);
+  void note_interrupted_end(const Child& child, int status);
+  void interrupt(const Signals::Asked& asked);
+  void tell_to_stop();
+  void suspend();
+  void look_for_reader();
+  void end_late();
   void forward_the_rest();
   void print_verdict();
   int result() const;
@@ -57,6 +64,7 @@ class Job {
   const LaunchOptions& options_;
   const int first_ranks_;
   const std::chrono::system_clock::time_point began_ = std::chrono::system_clock::now();
+  const WithoutSigpipe without_sigpipe_;  // the reader of the output may end before the ranks do
   Signals signals_;
   Output output_;
   const std::string id_;
@@ -70,8 +78,8 @@ class Job {
   std::optional<int> code_;          // exit code of the first failure
   std::optional<int> last_failure_;  // of an elastic job: since then no rank has ended well
   bool succeeded_ = false;           // of any rank
-  bool interrupted_ = false;
-  std::optional<int> code_before_interrupt_;
+  Interruption interruption_;
+  bool unread_ = false;  // interrupted because nobody reads the output any more
   bool told_of_others_ = false;
   bool waits_no_more_ = false;  // for other nodes
   bool watcher_has_ended_ = false;

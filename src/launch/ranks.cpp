@@ -49,6 +49,16 @@ bool Ranks::pipes_open() const {
   });
 }
 
+std::vector<pid_t> Ranks::stop() const {
+  std::vector<pid_t> groups;
+  for (const auto& child : children_) {
+    if (!child.running || child.stopped) continue;
+    kill(-child.pid, SIGTSTP);  // which a launcher among them passes on
+    groups.push_back(child.pid);
+  }
+  return groups;
+}
+
 void Ranks::signal_all(int signal, bool reap) {
   for (const auto& child : children_) {
     if (!child.running) continue;

@@ -37,6 +37,8 @@ class Ranks {
   int failed_joins() const;
   bool pipes_open() const;
 
+  // Stops those that run, as a terminal would (SIGTSTP); their process groups.
+  std::vector<pid_t> stop() const;
   // reap: waits until they have ended.
   void signal_all(int signal, bool reap = false);
 

@@ -15,9 +15,11 @@ Signals::Signals() {
   by_default.sa_handler = SIG_DFL;
   sigaction(SIGCHLD, &by_default, &child_before_);
   for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGCHLD}) sigaddset(&set_, signal);
-  struct sigaction hangup {};
-  const bool nohup = sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_IGN;
-  if (!nohup) sigaddset(&set_, SIGHUP);
+  for (const int signal : {SIGHUP, SIGTSTP}) {
+    struct sigaction now {};
+    const bool ignored = sigaction(signal, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
+    if (!ignored) sigaddset(&set_, signal);
+  }
   pthread_sigmask(SIG_BLOCK, &set_, &before_);
   fd_ = signalfd(-1, &set_, SFD_NONBLOCK | SFD_CLOEXEC);
 }
@@ -32,11 +34,22 @@ Signals::Asked Signals::asked() {
   Asked asked;
   signalfd_siginfo info{};
   while (read(fd_, &info, sizeof info) == sizeof info) {
-    asked.to_stop += info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM || info.ssi_signo == SIGHUP ? 1 : 0;
+    asked.to_stop = asked.to_stop || info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM;
+    asked.hung_up = asked.hung_up || info.ssi_signo == SIGHUP;
+    asked.to_suspend = asked.to_suspend || info.ssi_signo == SIGTSTP;
     asked.who_waits = asked.who_waits || info.ssi_signo == SIGUSR1;
     asked.more = asked.more || info.ssi_signo == SIGUSR2;
   }
   return asked;
+}
+
+void Signals::suspend() {
+  sigset_t stop;
+  sigemptyset(&stop);
+  sigaddset(&stop, SIGTSTP);
+  pthread_sigmask(SIG_UNBLOCK, &stop, nullptr);
+  raise(SIGTSTP);
+  pthread_sigmask(SIG_BLOCK, &stop, nullptr);
 }
 
 }  // namespace shoal

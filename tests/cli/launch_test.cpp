@@ -401,21 +401,29 @@ Ended launch_and_signal(const std::string& options, const std::string& signals) 
 
 TEST(Launch, ranks_that_go_on_after_an_interrupt_are_killed_after_the_stop_grace) {
   const auto ended = launch_and_signal("--stop-grace 0.5", "kill -INT $pid");
-  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_EQ(ended.code, 128 + 15) << ended.output;
   EXPECT_TRUE(contains(ended, "asked")) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal: 0.5 s after they were told to stop, these ranks are killed: 0, 1\n"))
+      << ended.output;
   EXPECT_LT(ended.seconds, 10);
 }
 
 TEST(Launch, a_second_interrupt_kills_at_once) {
-  const auto ended = launch_and_signal("", "kill -TERM $pid; sleep 1; kill -TERM $pid");
-  EXPECT_EQ(ended.code, 130) << ended.output;
+  const auto ended = launch_and_signal("", "kill -TERM $pid; sleep 1.2; kill -TERM $pid");
+  EXPECT_EQ(ended.code, 128 + 9) << ended.output;
   EXPECT_TRUE(contains(ended, "asked")) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal: told to stop once more: the ranks are killed\n")) << ended.output;
   EXPECT_LT(ended.seconds, 10);
 }
 
 TEST(Launch, a_program_that_does_not_exist_is_named) {
-  const auto ended = launch({"-n", "2", "--", "no-such-program"});
+  const TempFolder folder;
+  const auto report = folder.file("report");
+  const auto ended = launch({"-n", "2", "--json", report, "--", "no-such-program"});
   EXPECT_EQ(ended.code, 1);
+  std::ifstream file(report);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  EXPECT_NE(text.find("\"exit_code\": 1"), std::string::npos) << text;
   EXPECT_TRUE(contains(ended, "error: cannot start 'no-such-program': No such file or directory")) << ended.output;
 }
 
@@ -514,7 +522,7 @@ TEST(Launch, a_job_whose_watcher_is_killed_goes_on_and_leaves_nothing) {
 
 TEST(Launch, a_hangup_lets_the_ranks_save) {
   const auto ended = launch_and_signal("--stop-grace 0.5", "kill -HUP $pid");
-  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_EQ(ended.code, 128 + 15) << ended.output;
   EXPECT_TRUE(contains(ended, "asked")) << ended.output;
 }
 
@@ -522,6 +530,81 @@ TEST(Launch, a_hangup_lets_the_ranks_save) {
 std::string until_up(const TempFolder& folder, int ranks) {
   return "until [ $(ls " + folder.path().string() + " | grep -c up) = " + std::to_string(ranks) +
          " ]; do sleep 0.05; done; ";
+}
+
+// Of a rank: after SIGINT it takes half a second to save, and says so.
+std::string saves(const TempFolder& folder, const std::string& code = "130") {
+  return "sh -c 'trap \"echo saving; sleep 0.5; echo > " + folder.file("saved") + "$RANK; exit " + code +
+         "\" INT; touch " + folder.file("up") + "$RANK; while :; do sleep 0.05; done'";
+}
+
+bool have_saved(const TempFolder& folder) {
+  return std::filesystem::exists(folder.file("saved0")) && std::filesystem::exists(folder.file("saved1"));
+}
+
+// `timeout` signals a program and the program's group, and a shell that is hung up passes on what the kernel sends, too.
+TEST(Launch, signals_that_come_together_are_one_request_and_a_hangup_is_no_second_one) {
+  const TempFolder folder;
+  const auto ended =
+      run({"sh", "-c",
+           std::string(SHOAL) + " launch -n 2 -- " + saves(folder) + " & pid=$!; " + until_up(folder, 2) +
+               "kill -TERM $pid; kill -INT $pid; kill -HUP $pid; sleep 0.1; kill -TERM $pid; wait $pid"},
+          20);
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(have_saved(folder)) << ended.output;
+}
+
+TEST(Launch, a_rank_that_could_not_save_after_an_interrupt_is_named_and_its_exit_code_kept) {
+  const TempFolder folder;
+  const auto ended = run({"sh", "-c",
+                          std::string(SHOAL) + " launch -n 2 -- " + saves(folder, "$((RANK * 7))") + " & pid=$!; " +
+                              until_up(folder, 2) + "kill -INT $pid; wait $pid"},
+                         20);
+  EXPECT_EQ(ended.code, 7) << ended.output;
+  EXPECT_TRUE(contains(ended, "), told to stop, ended with exit code 7\n")) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal: rank 1 (pid ")) << ended.output;
+}
+
+// As `2>&1 | tee log` does with Ctrl-C, which ends both.
+TEST(Launch, ranks_save_though_the_reader_of_their_output_has_ended) {
+  const TempFolder folder;
+  const auto pipe = folder.file("pipe");
+  const auto ended =
+      run({"sh", "-c",
+           "mkfifo " + pipe + "; sleep 30 < " + pipe + " & reader=$!; " + SHOAL + " launch -n 2 -- " + saves(folder) +
+               " > " + pipe + " 2>&1 & pid=$!; " + until_up(folder, 2) + "kill $reader; kill -INT $pid; wait $pid"},
+          20);
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(have_saved(folder)) << ended.output;
+}
+
+TEST(Launch, ranks_whose_output_nobody_reads_any_more_are_told_to_stop) {
+  const TempFolder folder;
+  const auto ended =
+      run({"sh", "-c",
+           "{ " + std::string(SHOAL) + " launch -n 1 -- sh -c 'trap \"echo > " + folder.file("saved") +
+               "; exit 0\" INT; while :; do echo line; sleep 0.05; done'; echo code $? >&2; } | head -n 1"},
+          20);
+  EXPECT_TRUE(contains(ended, "shoal: nobody reads the output any more: the ranks are told to stop\n")) << ended.output;
+  EXPECT_TRUE(contains(ended, "error: cannot write the output of the ranks: Broken pipe\ncode 1\n")) << ended.output;
+  EXPECT_TRUE(std::filesystem::exists(folder.file("saved")));
+}
+
+// The shell has job control, without which the system does not stop programs.
+TEST(Launch, ctrl_z_stops_the_ranks_until_the_launcher_is_continued) {
+  const TempFolder folder;
+  const auto ended =
+      run({"bash", "-c",
+           "set -m; " + std::string(SHOAL) + " launch -n 2 -- sh -c 'echo $$ > " + folder.file("up") +
+               "$RANK; until [ -e " + folder.file("end") + " ]; do sleep 0.05; done; echo over' & pid=$!; " +
+               until_up(folder, 2) + "states() { sleep 0.3; cat /proc/$pid/stat $(sed 's!.*!/proc/&/stat!' " +
+               folder.file("up") + "?) | cut -d ' ' -f 3 | tr -d '\n'; echo; }; " +
+               "kill -TSTP $pid; states; kill -CONT $pid; touch " + folder.file("end") + "; wait $pid"},
+          20);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended, "TTT\n")) << ended.output;
+  EXPECT_TRUE(contains(ended, "[0] over\n") && contains(ended, "[1] over\n")) << ended.output;
+  EXPECT_FALSE(contains(ended, "was stopped by")) << ended.output;
 }
 
 TEST(Launch, nohup_is_respected) {
@@ -628,10 +711,15 @@ TEST(Launch, a_reader_that_has_stopped_cannot_hold_the_launcher) {
   EXPECT_TRUE(contains(ended, "ended with 130")) << ended.output;
 }
 
+// Lines that are too long come in parts, none of which has another rank's text.
 TEST(Launch, a_slow_reader_gets_everything) {
-  const auto ended =
-      run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- head -c 3000000 /dev/zero | (sleep 2; wc -c)"}, 30);
-  EXPECT_EQ(ended.output, "6000010\n");
+  const auto ended = run(
+      {"sh", "-c",
+       std::string(SHOAL) + " launch -n 2 -- sh -c 'head -c 3000000 /dev/zero | tr \"\\\\000\" $RANK' | (sleep 2; " +
+           "awk '/^\\[0\\] 0+$/ {a += length - 4; next} /^\\[1\\] 1+$/ {b += length - 4; next} "
+           "{bad++} END {print a, b, bad + 0}')"},
+      30);
+  EXPECT_EQ(ended.output, "3000000 3000000 0\n");
 }
 
 TEST(Launch, output_that_cannot_be_written_is_an_error) {
@@ -744,6 +832,21 @@ TEST(Launch, sigusr1_without_flight_recorders_is_answered) {
                               "; sleep 1' & pid=$!; " + until_up(folder, 1) + "kill -USR1 $pid; wait $pid"},
                          20);
   EXPECT_TRUE(contains(ended, "need --flight-recorder FOLDER")) << ended.output;
+}
+
+TEST(Launch, the_launcher_of_train_knows_the_flight_recorders_of_the_environment) {
+  const TempFolder folder;
+  const auto ended =
+      run({"sh", "-c",
+           "export SHOAL_FLIGHT_RECORDER=" + folder.path().string() + "; " + SHOAL +
+               " train --model mlp --data reference --ranks 2 --steps 100000000 & pid=$!; "
+               "until [ -e " +
+               folder.file("rank-0.flight") + " -a -e " + folder.file("rank-1.flight") +
+               " ]; do sleep 0.05; done; sleep 0.3; kill -USR1 $pid; sleep 0.3; kill -INT $pid; wait $pid"},
+          60);
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_FALSE(contains(ended, "need --flight-recorder FOLDER")) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal: rank ")) << ended.output;
 }
 
 TEST(Launch, sigusr1_asks_the_flight_recorders_of_running_ranks) {

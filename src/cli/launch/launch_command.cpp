@@ -7,6 +7,7 @@
 
 #include "base/environment.h"
 #include "cli/commands.h"
+#include "cli/exit_code.h"
 #include "cli/launch/elastic_range.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
@@ -81,7 +82,8 @@ void add_launch_command(CLI::App& app, const std::vector<std::string>& program, 
       ->capture_default_str();
   command
       ->add_option("--stop-grace", options->stop_seconds,
-                   "seconds for the ranks to end after the first Ctrl-C, SIGTERM or SIGHUP; a second signal kills them")
+                   "seconds for the ranks to end after the first Ctrl-C, SIGTERM or SIGHUP; a further Ctrl-C or SIGTERM, more "
+                   "than a second later, kills them")
       ->capture_default_str();
   command->add_option(
       "--flight-recorder", options->flight_recorder,
@@ -120,12 +122,19 @@ void add_launch_command(CLI::App& app, const std::vector<std::string>& program, 
     require_no_rank_file("--json", *json, options->flight_recorder, ".flight");
     chosen = [options, json] {
       const auto start = std::chrono::steady_clock::now();
-      const int code = launch(*options);
-      const std::chrono::duration<double> duration = std::chrono::steady_clock::now() - start;
-      if (!json->empty()) {
+      const auto report = [&](int code) {
+        const std::chrono::duration<double> duration = std::chrono::steady_clock::now() - start;
+        if (json->empty()) return;
         write_json(*json, {{"ranks", options->ranks}, {"exit_code", code}, {"seconds", duration.count()}});
+      };
+      try {
+        const int code = launch(*options);
+        report(code);
+        return code;
+      } catch (const UsageError&) {  // among others, the program cannot be started
+        report(failed);
+        throw;
       }
-      return code;
     };
   });
 }

@@ -1,0 +1,74 @@
+// Signals that stop, end or suspend a job from outside, and how its ranks end then.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cerrno>
+#include <csignal>
+#include <optional>
+#include <vector>
+
+#include "launch/job.h"
+
+namespace shoal {
+
+void Job::note_interrupted_end(const Child& child, int status) {
+  const bool others_go_on = options_.min_ranks > 0 || options_.keep_going;
+  const bool well = interruption_.note_end(exit_code(status), others_go_on);
+  if (well || interruption_.forced() || interruption_.after_failure()) return;
+  output_.say("rank {} (pid {}), told to stop, {}", child.rank, child.pid, describe_end(status));
+}
+
+// The first interrupt lets the ranks end on their own, the next one kills them.
+void Job::interrupt(const Signals::Asked& asked) {
+  if (!interruption_.began()) return tell_to_stop();
+  if (!interruption_.is_repeated_by(asked)) return;
+  if (ranks_.alive() > 0 && !interruption_.forced()) output_.say("told to stop once more: the ranks are killed");
+  interruption_.force();
+  ranks_.signal_all(SIGKILL);
+  waits_no_more_ = ranks_.alive() == 0;
+}
+
+void Job::tell_to_stop() {
+  ranks_.signal_all(SIGINT);
+  // A job that ends because of a failure ends no later, and not well.
+  interruption_.begin(ranks_.go_on() ? std::nullopt : code_);
+  stop_times_.give_at_most(options_.stop_seconds);
+  waits_no_more_ = ranks_.alive() == 0;
+}
+
+// As a shell's job control wants it: the ranks have groups of their own, which the terminal does not reach. They are continued in
+// the order in which they were stopped, so that none of them sees another one stopped for the whole time.
+void Job::suspend() {
+  const auto groups = ranks_.stop();
+  signals_.suspend();
+  for (const pid_t group : groups) kill(-group, SIGCONT);
+}
+
+// Without one, SIGPIPE would end a program; the ranks may save.
+void Job::look_for_reader() {
+  if (output_.error() != EPIPE || interruption_.began() || ranks_.alive() == 0) return;
+  unread_ = true;
+  output_.say("nobody reads the output any more: the ranks are told to stop");
+  tell_to_stop();
+}
+
+// Ranks that have had their time.
+void Job::end_late() {
+  const int signal = stop_times_.due();
+  if (signal == 0) return;
+  if (interruption_.began() && !interruption_.forced()) {
+    std::vector<int> late;
+    for (const auto& child : ranks_.children()) {
+      if (child.running) late.push_back(child.rank);
+    }
+    if (!late.empty() && !interruption_.after_failure()) {
+      output_.say("{:g} s after they were told to stop, these ranks are killed: {}", options_.stop_seconds,
+                  fmt::join(late, ", "));
+    }
+    interruption_.force();
+  }
+  ranks_.signal_all(signal);
+}
+
+}  // namespace shoal
