@@ -43,6 +43,18 @@ class MetricsFile : public testing::Test {
   TempFolder folder_;
 };
 
+TEST_F(MetricsFile, a_full_disk_is_told_once_and_ends_nothing) {
+  Metrics metrics("/dev/full");
+  testing::internal::CaptureStderr();
+  for (int64_t number = 7; number < 10; ++number) metrics.write(step(number));
+  metrics.hand_over();
+  metrics.take_over();
+  metrics.write(step(10));
+  EXPECT_EQ(metrics.fault(),
+            "--metrics: cannot write /dev/full: No space left on device; lines from step 7 on are missing");
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "shoal: " + metrics.fault() + "; training continues\n");
+}
+
 TEST_F(MetricsFile, ELA11_a_line_that_the_writer_did_not_live_to_write_is_written_by_its_successor) {
   Metrics first(path());
   Metrics second(path(), Metrics::Start::anew, /*writes=*/false);

@@ -253,6 +253,19 @@ TEST(Start, a_place_that_vanishes_during_training_is_an_error_at_the_end) {
   EXPECT_TRUE(std::filesystem::exists(folder.file("run/step-1500/index.json")));
 }
 
+TEST(Start, a_full_disk_under_the_metrics_costs_neither_the_checkpoint_nor_the_report) {
+  const TempFolder folder;
+  const auto ended = shoal(reference(
+      {"--ranks", "1", "--metrics", "/dev/full", "--save", folder.file("run"), "--json", folder.file("report")}));
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(
+      ended.output.find("/dev/full: No space left on device; lines from step 0 on are missing; training continues"),
+      std::string::npos)
+      << ended.output;
+  EXPECT_TRUE(std::filesystem::exists(folder.file("run/step-2/index.json")));
+  EXPECT_EQ(read(folder.file("report"))["loss"].size(), 2U);
+}
+
 TEST(Start, standard_streams_that_are_closed_or_full_lose_nothing_in_silence) {
   const auto train = std::string(SHOAL) + " train --data reference --model mlp --steps 2 --ranks 2 --json ";
   const TempFolder folder;

@@ -3,6 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <utility>
 
@@ -86,12 +89,25 @@ bool Metrics::is_written(std::string_view kind, int64_t number) const {
 }
 
 void Metrics::append(const nlohmann::ordered_json& line) {
+  if (!fault_.empty()) return;
   file_ << line.dump() + '\n' << std::flush;
-  if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}: is the disk full?", path_));
+  if (!file_) give_up(line.contains("step") ? fmt::format("from step {} on", line["step"].dump()) : "from here on");
+}
+
+void Metrics::give_up(const std::string& from) {
+  const auto* why = std::strerror(errno);
+  file_.close();
+  fault_ = fmt::format("--metrics: cannot write {}: {}; lines {} are missing", path_, why, from);
+  std::fputs(fmt::format("shoal: {}; training continues\n", fault_).c_str(), stderr);
 }
 
 void Metrics::take_over() {
   if (path_.empty() || writes_) return;
+  if (!fault_.empty()) {
+    writes_ = true;
+    kept_.clear();
+    return;
+  }
   const auto [text, end] = end_of(path_, begin_);
   if (end - static_cast<int64_t>(text.size()) > begin_ && !kept_.empty()) {
     // The last change is further back, and this rank has seen it: the writer is behind by a few lines at most.
@@ -113,8 +129,8 @@ void Metrics::take_over() {
   }
   cut(path_, end);
   file_.open(path_, std::ios::app);
-  if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}", path_));
   writes_ = true;
+  if (!file_) give_up("from here on");
   const auto generation = generation_;
   for (const auto& [then, line] : std::exchange(kept_, {})) {
     generation_ = then;

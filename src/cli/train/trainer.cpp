@@ -407,6 +407,9 @@ TrainResult Trainer::run() {
   result.communication = communication() - before;
   result.wire_bytes = loopback_bytes() - wire;
   save_end(loop.number, result);
+  if (const auto& fault = loop.metrics.fault(); loop.reports && !fault.empty()) {
+    std::fputs(fmt::format("shoal: {}\n", fault).c_str(), stderr);
+  }
   if (elastic_) tell_changes(loop, result);
   return result;
 }
