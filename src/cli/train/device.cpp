@@ -22,6 +22,7 @@ class FeedOnDevice : public Feed {
   void begin_epoch(int64_t epoch) override { feed_->begin_epoch(epoch); }
   void prepare(int64_t step) override { feed_->prepare(step); }
   void skip(int64_t steps) override { feed_->skip(steps); }
+  std::optional<size_t> samples() const override { return feed_->samples(); }
   std::shared_ptr<data::Dataset> test_data() const override { return feed_->test_data(); }
 
  private:

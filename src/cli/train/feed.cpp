@@ -56,7 +56,7 @@ class DatasetFeed : public Feed {
   }
 
   std::optional<int64_t> steps_per_epoch() const override {
-    if (kept_ > 0) return (static_cast<int64_t>(sampler_.size()) + kept_ - 1) / kept_;
+    if (kept_ > 0) return std::max<int64_t>(1, kept_steps(static_cast<int64_t>(sampler_.size())));
     const auto ranks = static_cast<int64_t>(sampler_.num_replicas());
     const auto samples = (static_cast<int64_t>(sampler_.size()) + ranks - 1) / ranks;  // of a whole epoch
     const auto batches = (samples + options_.batch - 1) / options_.batch;
@@ -76,8 +76,9 @@ class DatasetFeed : public Feed {
   }
 
   int64_t steps_left() const override {
+    if (kept_ > 0)
+      return kept_steps(static_cast<int64_t>(sampler_.size() - std::min(sampler_.size(), sampler_.taken())));
     const auto samples = static_cast<int64_t>(sampler_.num_samples() - sampler_.index());
-    if (kept_ > 0) return (samples + batch_ - 1) / batch_;
     return (samples + batch_ - 1) / batch_ / options_.accumulate;
   }
 
@@ -107,8 +108,15 @@ class DatasetFeed : public Feed {
   }
 
   std::shared_ptr<data::Dataset> test_data() const override { return test_; }
+  std::optional<size_t> samples() const override { return sampler_.size(); }
 
  private:
+  // Steps that so many samples of all ranks fill, with micro-batches counted as without kept_: the last one may have fewer
+  // samples, and what does not fill a step is left out.
+  int64_t kept_steps(int64_t samples) const {
+    return (samples * options_.accumulate + kept_ - 1) / kept_ / options_.accumulate;
+  }
+
   using Loader =
       torch::data::StatelessDataLoader<torch::data::datasets::SharedBatchDataset<data::Dataset>, DistributedSampler>;
   const TrainOptions& options_;

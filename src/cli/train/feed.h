@@ -40,6 +40,8 @@ class Feed {
   virtual int64_t steps_left() const { return 0; }
   // Goes on as another rank of fewer.
   virtual void follow(int /*rank*/) {}
+  // Samples of the training data; nothing for endless data.
+  virtual std::optional<size_t> samples() const { return std::nullopt; }
   // This rank's share of the test samples, in order; nullptr if there are none.
   virtual std::shared_ptr<data::Dataset> test_data() const = 0;
 };
