@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
@@ -93,6 +94,12 @@ TEST(CommandLine, help_names_defaults_and_version) {
   const auto help = shoal({"train", "--help"});
   EXPECT_EQ(help.code, 0);
   EXPECT_NE(help.output.find("fashion-mnist"), std::string::npos);
+  std::istringstream words(help.output);  // lines are broken anywhere
+  std::string text;
+  for (std::string word; words >> word;) text += word + " ";
+  EXPECT_NE(text.find("fsdp_no_shard, hybrid_gossip: true by default with --dtype bf16_mixed and fp16_mixed"),
+            std::string::npos)
+      << text;
   EXPECT_EQ(shoal({"--version"}).output.substr(0, 6), "shoal ");
 }
 

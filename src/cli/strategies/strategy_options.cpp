@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "shoal/training.h"
@@ -53,12 +54,24 @@ bool same_default(const Offer& offer) {
   return std::all_of(texts.begin(), texts.end(), [&](const auto& text) { return text.usual == texts.front().usual; });
 }
 
+// See TrainOptions::training_options().
+std::string with_mixed_dtypes(const Offer& offer) {
+  Names wide;
+  for (const auto& text : offer.texts) {
+    if (text.usual == "true") continue;
+    std::copy_if(text.strategies.begin(), text.strategies.end(), std::back_inserter(wide),
+                 [](const auto& name) { return find_strategy(name).main_copies; });
+  }
+  return fmt::format("{}: true by default with --dtype bf16_mixed and fp16_mixed", fmt::join(wide, ", "));
+}
+
 std::string help_of(const Offer& offer) {
   Names parts;
   for (const auto& text : offer.texts) {
     parts.push_back(fmt::format("{}: {}{}", fmt::join(text.strategies, ", "), text.help,
                                 same_default(offer) ? "" : fmt::format(" (default: {})", text.usual)));
   }
+  if (offer.option.name == "grad_reduce_in_fp32") parts.push_back(with_mixed_dtypes(offer));
   return fmt::format("{}", fmt::join(parts, "; "));
 }
 
