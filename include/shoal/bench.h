@@ -29,7 +29,7 @@ struct BenchRound {
   std::vector<double> step_ms;  // of the slowest rank, without the warm-up
   // Medians of rank 0's steps: what is left of them, the wait for communication, the optimizer's step.
   std::optional<double> compute_ms{}, exposed_comm_ms{}, update_ms{};
-  std::optional<double> wire_bytes_per_step{};                   // of all ranks, over this host's loopback interface
+  std::optional<double> wire_bytes_per_step{};                   // of all ranks, over TCP
   std::optional<double> collectives_per_step{};                  // of a rank
   std::optional<double> params_mib{}, grads_mib{}, state_mib{};  // of the rank that holds most
   std::optional<double> growth_mib{};  // of the process; none where strategies take turns in one process

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <ostream>
 
+#include "planning/bytes_over_tcp.h"
 #include "planning/measured_step.h"
 #include "planning/one_number.h"
 #include "planning/own_options.h"
@@ -45,9 +46,9 @@ BenchRound run(const detail::BenchedTraining& training, const Group& group, cons
     require_one_number("bench_strategies", value);
     return value;
   };
+  const auto wire = bytes_over_tcp();  // before any rank can send what is measured
   group.barrier(label).wait();
   const auto before = training.core->statistics();
-  const auto wire = loopback_bytes();
   for (int number = 0; number < options.steps; ++number) {
     const auto start = Clock::now();
     const auto step = measured_step(*training.core, number, options.accumulate, loss, /*gradients=*/number == 0);
@@ -59,11 +60,12 @@ BenchRound run(const detail::BenchedTraining& training, const Group& group, cons
     update.values.push_back(step.update_ms);
   }
   const auto calls = training.core->statistics().calls - before.calls;
+  auto received = at::full({1}, bytes_over_tcp() - wire, at::kLong);
   group.barrier(label).wait();
-  const auto sent = loopback_bytes() - wire;
+  group.all_reduce(received, ReduceOp::sum, label).wait();
   const double steps = options.steps;
   const auto first = of_rank_0(group, {own.median() - wait.median() - update.median(), wait.median(), update.median(),
-                                       static_cast<double>(sent) / steps, static_cast<double>(calls) / steps});
+                                       received.item<double>() / steps, static_cast<double>(calls) / steps});
   const auto most =
       slowest(group, {mebibytes(training.core->parameters()), grads_mib, state_mib(*training.core, *training.module)});
   return {.step_ms = slowest(group, own.values),

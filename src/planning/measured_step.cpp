@@ -1,9 +1,6 @@
 #include "planning/measured_step.h"
 
 #include <chrono>
-#include <fstream>
-#include <sstream>
-#include <string>
 #include <unordered_set>
 
 #include "optim/state.h"
@@ -78,19 +75,6 @@ double state_mib(const TrainingCore& training, const torch::nn::Module& module) 
     sum += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, module));
   }
   return sum;
-}
-
-int64_t loopback_bytes() {
-  std::ifstream file("/proc/net/dev");
-  for (std::string line; std::getline(file, line);) {
-    const auto name = line.find("lo:");
-    if (name == std::string::npos) continue;
-    std::istringstream fields(line.substr(name + 3));
-    int64_t received = 0;
-    fields >> received;
-    return received;
-  }
-  return 0;
 }
 
 }  // namespace shoal

@@ -35,7 +35,4 @@ double mebibytes(const std::vector<at::Tensor>& tensors);
 // MiB of the state that this rank's optimizers keep, including copies of parameters in a wider dtype than the module's.
 double state_mib(const TrainingCore& training, const torch::nn::Module& module);
 
-// Bytes that the loopback interface has carried since the system started, including TCP between ranks of one host.
-int64_t loopback_bytes();
-
 }  // namespace shoal

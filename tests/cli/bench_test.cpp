@@ -118,7 +118,9 @@ TEST(Bench, BEY20_strategies_are_measured_beside_compute_alone) {
   }
   EXPECT_EQ(figures[0]["collectives_per_step"], 0);
   EXPECT_GT(figures[1]["collectives_per_step"], 0);
+  for (const int i : {0, 1}) EXPECT_EQ(figures[i]["wire_bytes_per_step"], 0) << "others' traffic does not count";
   EXPECT_GT(figures[2]["wire_bytes_per_step"], 2 * 118282 * 4) << "tcp sends every gradient";
+  EXPECT_LT(figures[2]["wire_bytes_per_step"], 2.05 * 118282 * 4) << "once";
 }
 
 TEST(Bench, an_interrupted_bench_of_training_leaves_nothing_behind) {

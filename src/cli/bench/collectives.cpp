@@ -14,7 +14,7 @@
 #include "cli/bench/samples.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/transport/transport.h"
-#include "planning/measured_step.h"
+#include "planning/bytes_over_tcp.h"
 #include "shoal/error.h"
 #include "shoal/progress.h"
 #include "shoal/world.h"
@@ -78,13 +78,15 @@ class Case {
     const bool is_short = bytes_ <= small;
     const int repeat = is_short || once_ ? 50 : 1;  // a gather that moves no data is short at any size
     run();                                          // warms up pages, staging buffers and connections
+    const auto wire = bytes_over_tcp();             // before any rank can send what is measured
     clock.barrier().wait();
-    const auto wire = loopback_bytes();
     const auto start = Clock::now();
     for (int i = 0; i < repeat; ++i) run();
     const std::chrono::duration<double, std::micro> time = Clock::now() - start;
+    auto received = at::full({1}, bytes_over_tcp() - wire, at::kLong);
     clock.barrier().wait();
-    wire_bytes_ = (loopback_bytes() - wire) / repeat;
+    clock.all_reduce(received).wait();
+    wire_bytes_ = received.item<int64_t>() / repeat;
     auto slowest = at::full({1}, time.count() / repeat, at::kDouble);
     clock.all_reduce(slowest, ReduceOp::max).wait();
     times_.values.push_back(slowest.item<double>());
@@ -119,20 +121,16 @@ class Case {
     // In place, as a sharded optimizer gathers: this rank's part is already at its place in the output.
     if (op_ == "all_gather") group_.all_gather(full_, own_part()).wait();
     if (op_ == "broadcast") group_.broadcast(full_, 0).wait();
-    if (op_ == "all_to_all") group_.all_to_all(at::empty_like(full_), full_).wait();
+    if (op_ == "all_to_all") group_.all_to_all(received_, full_).wait();
     if (op_ == "barrier") group_.barrier().wait();
     if (op_ == "send_recv") {
       auto sent = group_.send(full_, (group_.rank() + 1) % size);
-      group_.recv(received(), (group_.rank() + size - 1) % size).wait();
+      group_.recv(received_, (group_.rank() + size - 1) % size).wait();
       sent.wait();
     }
   }
 
   at::Tensor own_part() const { return full_.narrow(0, group_.rank() * part_.numel(), part_.numel()); }
-  at::Tensor received() {
-    if (!received_.defined() || received_.numel() != full_.numel()) received_ = at::empty_like(full_);
-    return received_;
-  }
 
   void allocate() {
     if (numel_ == 0) return;
@@ -152,6 +150,7 @@ class Case {
     };
     full_ = make(numel_);
     if (op_ == "reduce_scatter" || op_ == "all_gather") part_ = make(part);
+    if (op_ == "all_to_all" || op_ == "send_recv") received_ = make(numel_);
   }
 
   void copy(int repeat) {

@@ -217,6 +217,8 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
                  const TrainResult& result, const MemoryUse& memory, const Json& params_per_rank) {
   const Steps steps_of_ranks(group, result.missed, result.loss.size());
   const auto seconds = reduced(group, {result.seconds}, ReduceOp::max).front();
+  const auto sums =
+      reduced(group, {static_cast<double>(result.wire_bytes), static_cast<double>(result.samples)}, ReduceOp::sum);
   Json report;
   report["config"] = config(options, world);
   report["versions"] = {{"shoal", SHOAL_VERSION}, {"libtorch", TORCH_VERSION}};
@@ -230,7 +232,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   }
   report["timing"] = timing(steps_of_ranks.most(result.step_ms));
   report["timing"]["samples_per_second"] =
-      rounded(static_cast<double>(options.elastic ? result.all_samples : result.samples * group.size()) / seconds, 0.1);
+      rounded((options.elastic ? static_cast<double>(result.all_samples) : sums[1]) / seconds, 0.1);
   const auto wait = steady_part(result.wait_ms).median();
   const auto update = steady_part(result.update_ms).median();
   report["timing"]["exposed_comm_ms"] = rounded(wait, 1e-3);
@@ -239,7 +241,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   const auto steps = static_cast<double>(std::max<size_t>(1, result.step_ms.size()));
   report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
                              {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
-                             {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps},
+                             {"wire_bytes_per_step", sums[0] / steps},
                              {"step_bytes", result.sent}};
   report["counters_per_step"] = counters_of_ranks(group, result.counted);
   for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);

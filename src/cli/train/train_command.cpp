@@ -109,8 +109,8 @@ void summarise(const nlohmann::ordered_json& report, const TrainResult& result, 
   const auto& communication = report["communication"];
   fmt::print("  communication       {:.0f} bytes in {:.1f} collectives per step and rank",
              communication["bytes_per_step"].get<double>(), communication["collectives_per_step"].get<double>());
-  if (result.wire_bytes > 0) {
-    fmt::print("; {:.0f} over TCP, all ranks", communication["wire_bytes_per_step"].get<double>());
+  if (const auto bytes = communication["wire_bytes_per_step"].get<double>(); bytes >= 1) {
+    fmt::print("; {:.0f} over TCP, all ranks", bytes);
   }
   fmt::print("\n");
   fmt::print("  peak memory         {:.0f} MiB per rank\n",

@@ -34,7 +34,7 @@ struct TrainResult {
   double params_mib = 0;          // memory of this rank by kind, at the end of a step
   double grads_mib = 0;
   double state_mib = 0;
-  int64_t wire_bytes = 0;                               // sum over all ranks, for TCP between ranks of this host
+  int64_t wire_bytes = 0;                               // that this rank has received over TCP
   std::vector<Evaluation> eval;                         // per epoch
   std::vector<std::pair<std::string, double>> figures;  // see exchange_figures
   std::optional<LoggingData> logging;                   // of the wrapper, if there is one

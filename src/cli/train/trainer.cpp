@@ -12,6 +12,7 @@
 #include "cli/train/exchanges.h"
 #include "cli/train/loop.h"
 #include "models/loss.h"
+#include "planning/bytes_over_tcp.h"
 #include "planning/measured_step.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
@@ -381,7 +382,7 @@ TrainResult Trainer::run() {
   if (options_.elastic && per_epoch > 0 && !joins) feed_.prepare_epoch(first / per_epoch, first % per_epoch);
   make_elastic();
   const auto before = communication();
-  const auto wire = loopback_bytes();
+  const auto wire = bytes_over_tcp();
   const auto samples = static_cast<double>(options_.batch * options_.accumulate * group_.size());
   Loop loop{
       .first = first,
@@ -405,7 +406,7 @@ TrainResult Trainer::run() {
   if (!result.stopped) together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
   result.logging = strategy_->logging_data();
   result.communication = communication() - before;
-  result.wire_bytes = loopback_bytes() - wire;
+  result.wire_bytes = std::max<int64_t>(0, bytes_over_tcp() - wire);
   save_end(loop.number, result);
   if (const auto& fault = loop.metrics.fault(); loop.reports && !fault.empty()) {
     std::fputs(fmt::format("shoal: {}\n", fault).c_str(), stderr);
