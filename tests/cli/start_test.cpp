@@ -81,6 +81,34 @@ nlohmann::json train_at(const std::string& address, const std::vector<std::strin
   return read(folder.file("report.json"));
 }
 
+// What two ranks of `shoal train` say that another launcher has started with options of their own.
+std::vector<Ended> train_with(const Line& first, const Line& second) {
+  const auto port = std::to_string(free_port());
+  std::vector<Command> ranks;
+  for (const auto& [rank, options] : {std::pair("0", first), {"1", second}}) {
+    ranks.push_back({reference(options),
+                     {{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}, {"WORLD_SIZE", "2"}, {"RANK", rank}}});
+    ranks.back().arguments.insert(ranks.back().arguments.begin(), SHOAL);
+  }
+  return run_together(ranks, 60);
+}
+
+TEST(Start, options_that_ranks_must_share_are_compared_and_others_are_not) {
+  const TempFolder folder;
+  for (const auto& ended : train_with({"--lr", "0.1", "--json", folder.file("json")}, {"--lr", "0.2"})) {
+    EXPECT_EQ(ended.code, 1);
+    EXPECT_NE(ended.output.find("options of shoal train, which must be the same on all ranks"), std::string::npos);
+    EXPECT_NE(ended.output.find("rank 0 has --lr 0.1, rank 1 has --lr 0.2"), std::string::npos) << ended.output;
+  }
+  for (const auto& ended : train_with({"--trace", folder.file("trace")}, {})) {
+    EXPECT_NE(ended.output.find("rank 0 has --trace, rank 1 has no --trace"), std::string::npos) << ended.output;
+  }
+  const auto own = train_with({"--batch", "4", "--json", folder.file("json"), "--metrics", folder.file("metrics")},
+                              {"--batch", "2", "--threads", "1"});
+  for (const auto& ended : own) EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_EQ(read(folder.file("json"))["loss"].size(), 2U);
+}
+
 bool has_ipv6() {
   const int probe = socket(AF_INET6, SOCK_STREAM, 0);
   sockaddr_in6 address{};

@@ -22,6 +22,7 @@
 #include "cli/train/device.h"
 #include "cli/train/memory.h"
 #include "cli/train/report.h"
+#include "cli/train/same_options.h"
 #include "cli/writable.h"
 #include "comm/membership/join_board.h"
 #include "comm/rendezvous/launch_environment.h"
@@ -131,12 +132,13 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   if (world.joining() && !options.elastic) {  // before it opens any file as rank 0
     throw UsageError("shoal train cannot join a running job (SHOAL_JOIN) without --elastic MIN, which its ranks have");
   }
-  const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
   stop_at_the_end_of_the_step();
   const auto device = use_device(options.device, world.local_rank());
   const auto read = datasets != nullptr ? *datasets : read_datasets(options);
   const auto feed = on_device(make_feed(options, world.rank(), world.size(), read), device);
+  if (!world.joining()) require_same_options(options, feed->samples(), world.group());
+  const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   load_libraries(options);
   MemoryUse memory{.before = resident_mib()};
   const auto init = options.init == "reference" ? models::Init::reference : models::Init::torch;
