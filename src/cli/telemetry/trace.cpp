@@ -2,9 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <vector>
 
 #include "cli/train/report.h"
@@ -68,14 +70,16 @@ void remove_traces(const std::string& folder) {
   for (const auto& file : files) fs::remove(file, error);
 }
 
-void write_trace(const std::string& folder, const Timeline& timeline, int rank, Clock::duration clock) {
+void write_trace(const std::string& folder, const Timeline& timeline, int rank, Clock::duration clock, size_t last) {
   std::error_code error;
   fs::create_directories(folder, error);  // if this fails, opening the file reports it
   Json events = Json::array();
   events.push_back(name_of("process_name", rank, 0, fmt::format("rank {}", rank)));
   std::map<std::thread::id, int> rows;
   size_t number = 0;
-  for (const auto& span : timeline.spans()) {
+  const auto all = timeline.spans();
+  const auto left_out = all.size() - std::min(all.size(), last);
+  for (const auto& span : std::span(all).subspan(left_out)) {
     const auto [row, fresh] = rows.try_emplace(span.thread, static_cast<int>(rows.size()));
     if (fresh) events.push_back(name_of("thread_name", rank, row->second, fmt::format("thread {}", row->second)));
     add_span(events, span, rank, row->second, clock, number++);

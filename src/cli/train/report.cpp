@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <numeric>
@@ -278,6 +279,14 @@ void write_json(const std::string& path, const Json& json) {
     return;
   }
   write_text(path, text + '\n');
+}
+
+void remove_report(const std::string& path) {
+  std::error_code ignored;
+  if (path == "-") return;
+  if (std::filesystem::is_regular_file(std::filesystem::symlink_status(path, ignored))) {
+    std::filesystem::remove(path, ignored);
+  }
 }
 
 void write_text(const std::string& path, const std::string& text) {

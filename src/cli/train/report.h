@@ -28,6 +28,9 @@ nlohmann::ordered_json make_report(const TrainOptions& options, const World& wor
 // Writes to a file, or to standard output for "-". UsageError names the file.
 void write_json(const std::string& path, const nlohmann::ordered_json& json);
 
+// Removes the report of an earlier run; what is no regular file stays.
+void remove_report(const std::string& path);
+
 // UsageError names the file.
 void write_text(const std::string& path, const std::string& text);
 

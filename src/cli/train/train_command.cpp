@@ -41,6 +41,8 @@ int threads_per_rank(const TrainOptions& options, int ranks) {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, ranks));
 }
 
+constexpr size_t last_spans = 20'000;  // a second's writing
+
 // Follows the words about the last checkpoint of --save when an elastic job is lost.
 std::string how_it_goes_on(const std::string& save) {
   try {
@@ -120,6 +122,17 @@ void summarise(const nlohmann::ordered_json& report, const TrainResult& result, 
   if (!model.empty()) fmt::print("  model               {}\n", model);
 }
 
+// Of a rank that is interrupted or fails: what it did last may show why. To write all that days have left would take longer
+// than a launcher waits.
+void keep_trace(const TrainOptions& options, const WorldOptions& world_options, int rank, Clock::duration clock) {
+  if (options.trace.empty()) return;
+  try {
+    write_trace(options.trace, *world_options.timeline, rank, clock, last_spans);
+  } catch (const Error& error) {
+    print_to_stderr("shoal: --trace: {}\n", error.what());
+  }
+}
+
 // datasets: those that the launcher has read; nullptr: this rank reads them.
 int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) {
   WorldOptions world_options;
@@ -147,7 +160,8 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   model->to(device);
   reset_peak();
 
-  const auto leave_interrupted = [](bool says, const std::string& what, const std::string& path) -> int {
+  const auto leave_interrupted = [&](bool says, const std::string& what, const std::string& path) -> int {
+    keep_trace(options, world_options, world.rank(), clock);
     if (says) print_to_stderr("interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
     end_process(interrupted_code);  // peers may have stopped one step earlier or later
   };
@@ -186,6 +200,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
     }
     return 0;
   } catch (const JobLost& lost) {
+    keep_trace(options, world_options, world.rank(), clock);
     if (options.save.empty()) throw;
     throw JobLost(lost.what() + how_it_goes_on(options.save));
   } catch (const Error& error) {
@@ -193,6 +208,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
     const bool of_peers =
         dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const DisagreeError*>(&error) != nullptr;
     if (interrupted != 0 && of_peers) return leave_interrupted(world.rank() == 0, "", "");
+    keep_trace(options, world_options, world.rank(), clock);
     throw;
   }
 }

@@ -11,6 +11,7 @@
 #include "cli/strategies/schedules.h"
 #include "cli/train/exchanges.h"
 #include "cli/train/loop.h"
+#include "cli/train/report.h"
 #include "models/loss.h"
 #include "planning/bytes_over_tcp.h"
 #include "planning/measured_step.h"
@@ -375,6 +376,7 @@ TrainResult Trainer::run() {
         "--save {}: replaces checkpoints of an earlier run at the same steps; --resume latest goes on from it\n",
         options_.save);
   }
+  if (reports) remove_report(options_.json);  // a run that is interrupted writes none
   // Before ranks may end, so that one that takes over finds no lines of a former run.
   Metrics metrics(options_.metrics, first > 0 || joins ? Metrics::Start::behind : Metrics::Start::anew, reports);
   const auto per_epoch = feed_.steps_per_epoch().value_or(0);
