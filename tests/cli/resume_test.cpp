@@ -137,6 +137,12 @@ TEST(ResumeErrors, say_what_is_missing) {
   refused({"--partial"}, "--partial needs --resume");
   ASSERT_EQ(shoal({"train", "--data", "reference", "--steps", "2", "--save", folder.file("run")}).code, 0);
   refused({"--resume", folder.file("run"), "--steps", "2"}, "give more steps");
+  // A job that is started again until it ends well is done.
+  const auto done =
+      shoal({"train", "--data", "reference", "--steps", "2", "--save", folder.file("run"), "--resume", "latest"});
+  EXPECT_EQ(done.code, 0);
+  EXPECT_EQ(done.output,
+            folder.file("run/step-2") + ": this training of 2 steps is done; for more, give more steps or epochs\n");
   refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
   // Its AdamW reads the checkpoint's state, its Muon does not.
   refused({"--resume", folder.file("run"), "--steps", "4", "--optimizer", "muon"}, "is that of another optimizer");
@@ -180,8 +186,10 @@ TEST(Resume, BEY06_an_interrupt_or_a_termination_in_the_middle_of_a_save_leaves_
     std::string step;
     latest >> step;
     const int next = std::stoi(step.substr(5)) + 2;
-    ended = shoal(training("fsdp", folder, next, {"--save", run_folder, "--resume", "latest"}));
+    ended = shoal(training("fsdp", folder, next, {"--save", run_folder, "--resume", "latest", "--seed", "2"}));
     EXPECT_EQ(ended.code, 0) << ended.output;
+    EXPECT_NE(ended.output.find("--seed is 2, in the checkpoint 1: samples come in another order"), std::string::npos)
+        << ended.output;
     EXPECT_EQ(read(folder.file("report.json"))["loss"].size(), 2U) << ended.output;
   }
 }

@@ -168,6 +168,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   try {
     Trainer trainer(options, world, model, *feed);
     const auto result = trainer.run();
+    if (result.done_before) return 0;
     memory.peak = peak_resident_mib();
     memory.pss = proportional_mib();
     std::string file;  // the file of the model alone
@@ -180,12 +181,20 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
         if (options.chosen().pace == Pace::own) params_per_rank = digests_of_ranks(present, *model);
         const auto whole = trainer.full_parameters();
         leads = present.rank() == 0;
-        if (leads && !options.save.empty()) file = save_model(options, *model);
+        if (leads && !options.save.empty() && result.kept_latest.empty()) file = save_model(options, *model);
         if (!result.stopped) {
           report = make_report(options, world, present, *model, result, memory, params_per_rank);
           report["config"]["world"] = trainer.started();
         }
       });
+    }
+    if (result.stopped && !result.kept_latest.empty()) {
+      return leave_interrupted(
+          leads, "checkpoint",
+          fmt::format(
+              "{0}; {1}/latest and {1}/model.safetensors are still those of the earlier run ({2}): --resume {0} "
+              "goes on from this one",
+              result.checkpoint, options.save, result.kept_latest));
     }
     if (result.stopped && !result.checkpoint.empty()) return leave_interrupted(leads, "checkpoint", result.checkpoint);
     if (result.stopped) return leave_interrupted(leads, "model", file);

@@ -46,6 +46,8 @@ struct TrainResult {
   std::vector<nlohmann::ordered_json> replans;          // as in the metrics
   std::vector<nlohmann::ordered_json> changes;          // of the ranks, as in the metrics
   std::string checkpoint;                               // saved at the end; empty: none
+  std::string kept_latest;   // checkpoint of an earlier run that `latest` still names after an interrupt; empty: none
+  bool done_before = false;  // the checkpoint that --resume latest found is that of the last step: nothing was trained
 
   // All but the loss and the rate.
   void add(const TrainedStep& step);

@@ -9,6 +9,7 @@
 #include "base/printable.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
+#include "cli/train/earlier_run.h"
 #include "cli/train/exchanges.h"
 #include "cli/train/loop.h"
 #include "cli/train/report.h"
@@ -27,7 +28,10 @@ volatile std::sig_atomic_t interrupted = 0;
 
 namespace {
 
-constexpr const char* steps_per_epoch = "steps_per_epoch";  // key in the position of a checkpoint
+// Keys in the position of a checkpoint.
+constexpr const char* steps_per_epoch = "steps_per_epoch";
+constexpr const char* seed_of_order = "seed";
+constexpr const char* samples_of_data = "samples";
 
 // Adds the schedule, for strategies that step their optimizers themselves.
 TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) {
@@ -37,6 +41,21 @@ TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) 
     return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
   };
   return training;
+}
+
+// Where the samples that come now are not those that would have come.
+std::vector<std::string> other_samples(const nlohmann::json& position, const TrainOptions& options,
+                                       std::optional<size_t> samples, bool in_epoch) {
+  std::vector<std::string> lines;
+  const auto compare = [&](const char* key, const char* what, const nlohmann::json& now) {
+    if (!position.is_object() || !position.contains(key) || position[key] == now) return;
+    lines.push_back(fmt::format("{} {}, in the checkpoint {}: samples come in another order{}", what, now.dump(),
+                                position[key].dump(),
+                                in_epoch ? ", so that this epoch takes some of them twice and others not" : ""));
+  };
+  compare(seed_of_order, "--seed is", options.seed);
+  if (samples) compare(samples_of_data, "samples of --data are", *samples);
+  return lines;
 }
 
 std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
@@ -163,6 +182,13 @@ int64_t Trainer::resume() {
     const auto before = position.value(steps_per_epoch, *per_epoch);
     if (before > 0 && before != *per_epoch) first = first * *per_epoch / before;
   }
+  if (first >= total_steps() && options_.resume_if_any) {
+    if (group_.rank() == 0) {
+      fmt::print(stderr, "{}: this training of {} steps is done; for more, give more steps or epochs\n",
+                 loaded.path.string(), total_steps());
+    }
+    return first;
+  }
   if (first >= total_steps()) {
     throw UsageError(fmt::format(
         "--resume {}: the checkpoint is from step {}, but training ends after step {}; give more steps or epochs",
@@ -173,6 +199,8 @@ int64_t Trainer::resume() {
     print_to_stderr("going on after step {} of {}{}\n", first, loaded.path.string(),
                     loaded.exact ? "" : fmt::format(" ({} at {} ranks)", printable(loaded.strategy), loaded.ranks));
     for (const auto& difference : loaded.differences) print_to_stderr("{}\n", difference);
+    const bool in_epoch = per_epoch && first % *per_epoch != 0;
+    for (const auto& line : other_samples(position, options_, feed_.samples(), in_epoch)) print_to_stderr("{}\n", line);
   }
   return first;
 }
@@ -189,8 +217,13 @@ void Trainer::begin_epoch(int64_t number, int64_t first) {
 void Trainer::save(int64_t steps, bool in_background) {
   nlohmann::json position = nlohmann::json::object();
   if (const auto per_epoch = feed_.steps_per_epoch()) position[steps_per_epoch] = *per_epoch;
+  position[seed_of_order] = options_.seed;
+  if (const auto samples = feed_.samples()) position[samples_of_data] = *samples;
   const SaveOptions now{.step = steps, .position = position.dump(), .keep_last = options_.keep_last};
-  if (in_background) last_saved_ = steps;
+  if (in_background) {
+    last_saved_ = steps;
+    earlier_latest_.reset();
+  }
   in_background ? save_async(options_.save, *training_, now) : shoal::save(options_.save, *training_, now);
 }
 
@@ -219,10 +252,18 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
   try {
     together([&](const Group&) { save(steps, /*in_background=*/false); });
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
+    keep_earlier_latest(steps, result);
   } catch (const CommError& error) {
     if (in_step()) throw;
     if (leads()) print_to_stderr("shoal: no checkpoint of the end: {}\n", error.what());
   }
+}
+
+// A run that begins anew in a folder of checkpoints, without --resume, may be a mistake until it has saved on its own.
+void Trainer::keep_earlier_latest(int64_t steps, TrainResult& result) const {
+  if (!result.stopped || !earlier_latest_ || *earlier_latest_ <= steps) return;
+  if (leads() && !name_latest_again(options_.save, *earlier_latest_)) return;
+  result.kept_latest = fmt::format("step-{}", *earlier_latest_);
 }
 
 Evaluation Trainer::evaluated(const Group& present, TrainResult& result) {
@@ -371,6 +412,12 @@ TrainResult Trainer::run() {
   const int64_t first = resume();
   const bool joins = world_.joining();
   const bool reports = group_.rank() == 0 && !joins;
+  if (first >= total_steps()) {
+    result.done_before = true;
+    return result;
+  }
+  const bool anew = !joins && (options_.resume.empty() || options_.partial);
+  if (anew && !options_.save.empty()) earlier_latest_ = latest_step(options_.save);
   if (reports && first == 0 && !options_.save.empty() && std::filesystem::exists(options_.save + "/latest")) {
     print_to_stderr(
         "--save {}: replaces checkpoints of an earlier run at the same steps; --resume latest goes on from it\n",

@@ -94,6 +94,7 @@ class Trainer {
   // Reports what could not be saved.
   void tolerate(const std::function<void()>& saving);
   void save_end(int64_t steps, TrainResult& result);
+  void keep_earlier_latest(int64_t steps, TrainResult& result) const;
   Evaluation evaluated(const Group& present, TrainResult& result);
   void tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainResult& result);
   bool evaluates(int64_t steps) const;
@@ -113,11 +114,12 @@ class Trainer {
   std::unique_ptr<LambdaLR> schedule_;
   std::optional<TrainingState> training_;
   std::unique_ptr<Elastic> elastic_;
-  std::vector<ElasticChange> changes_;  // not told yet
-  std::string lost_save_;               // checkpoint that was being written when a rank ended
-  int64_t last_saved_ = 0;              // steps of the last one begun in the background
-  int64_t schedule_steps_ = 0;          // of the training, as the schedule counts them
-  int started_ = 1;                     // ranks at the start of the job
+  std::vector<ElasticChange> changes_;     // not told yet
+  std::string lost_save_;                  // checkpoint that was being written when a rank ended
+  int64_t last_saved_ = 0;                 // steps of the last one begun in the background
+  std::optional<int64_t> earlier_latest_;  // step that `latest` named at the start, until this run has saved on its own
+  int64_t schedule_steps_ = 0;             // of the training, as the schedule counts them
+  int started_ = 1;                        // ranks at the start of the job
   // For newcomers: next step, steps of an epoch, schedule_steps_, started_.
   at::Tensor position_ = at::zeros({4}, at::kLong);
   GroupStatistics ended_{};  // communication under former strategies

@@ -179,25 +179,42 @@ TEST(Train, strategies_none_and_local_run) {
   EXPECT_EQ(shoal({"train", "--data", "reference", "--strategy", "local", "--ranks", "2", "--steps", "2"}).code, 0);
 }
 
-void expect_saved_when_interrupted(const std::string& options) {
+// What a former run has left at a later step stays what `--resume latest` finds.
+void expect_saved_when_interrupted(const std::string& options, bool former) {
   SCOPED_TRACE(options);
   const TempFolder folder;
   const auto checkpoint = folder.file("checkpoint");
+  if (former) {
+    std::filesystem::create_directories(checkpoint + "/step-900000");
+    std::ofstream(checkpoint + "/latest") << "step-900000\n";
+  }
+  std::ofstream(folder.file("report.json")) << "of a former run";
   // The shell signals the launcher alone, which forwards the signal.
   const auto ended =
       run({"sh", "-c",
            std::string(SHOAL) + " train --data reference --model cnn --steps 50000 --batch 1 --ranks 2 " + options +
-               " --save " + checkpoint + " & pid=$!; sleep 4; kill -INT $pid; wait $pid"},
+               " --save " + checkpoint + " --trace " + folder.file("trace") + " --json " + folder.file("report.json") +
+               " & pid=$!; sleep 4; kill -INT $pid; wait $pid"},
           60);
   EXPECT_EQ(ended.code, 130) << ended.output;
-  EXPECT_TRUE(std::filesystem::exists(checkpoint + "/model.safetensors")) << ended.output;
+  EXPECT_EQ(std::filesystem::exists(checkpoint + "/model.safetensors"), !former) << ended.output;
   EXPECT_NE(ended.output.find("interrupted; checkpoint in "), std::string::npos) << ended.output;
   EXPECT_LT(ended.seconds, 14);
+  std::ifstream latest(checkpoint + "/latest");
+  std::string name;
+  latest >> name;
+  EXPECT_EQ(name == "step-900000", former) << name;
+  EXPECT_EQ(ended.output.find("still those of the earlier run (step-900000)") != std::string::npos, former);
+  EXPECT_FALSE(std::filesystem::exists(folder.file("report.json"))) << "no report of this run";
+  for (const auto* rank : {"trace/rank-0.json", "trace/rank-1.json"}) {
+    ASSERT_TRUE(std::filesystem::exists(folder.file(rank))) << rank;
+    EXPECT_GT(read(folder.file(rank))["traceEvents"].size(), 100U) << rank;
+  }
 }
 
 TEST(Train, an_interrupt_saves_and_ends_with130) {
-  expect_saved_when_interrupted("");
-  expect_saved_when_interrupted("--strategy fsdp --transport gloo");
+  expect_saved_when_interrupted("", /*former=*/false);
+  expect_saved_when_interrupted("--strategy fsdp --transport gloo", /*former=*/true);
 }
 
 }  // namespace
