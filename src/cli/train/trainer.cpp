@@ -184,7 +184,7 @@ int64_t Trainer::resume() {
   }
   if (first >= total_steps() && options_.resume_if_any) {
     if (group_.rank() == 0) {
-      fmt::print(stderr, "{}: this training of {} steps is done; for more, give more steps or epochs\n",
+      print_to_stderr("{}: this training of {} steps is done; for more, give more steps or epochs\n",
                  loaded.path.string(), total_steps());
     }
     return first;
