@@ -14,6 +14,7 @@
 #include <optional>
 #include <sstream>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 #include "shoal/error.h"
@@ -27,22 +28,21 @@ namespace {
 
 using Values = std::map<std::string, c10::IValue>;
 
-torch::serialize::InputArchive reread(torch::serialize::OutputArchive& written) {
-  std::stringstream stream;
-  written.save_to(stream);
+torch::serialize::InputArchive reread(std::istream& stream) {
   torch::serialize::InputArchive archive;
   archive.load_from(stream);
   return archive;
 }
 
-// What was written. The first InputArchive that is read in a process compiles TorchScript's upgraders and registers all of its
-// operators, which takes 30 ms of each rank's start: here only the pickle of the fields is read.
-Values fields_of(torch::serialize::OutputArchive& written) {
-  std::stringstream stream;
-  written.save_to(stream);
+// What was written, if these are plain values and no containers with types of their own, nor archives. The first InputArchive that
+// is read in a process compiles TorchScript's upgraders and registers all of its operators, which takes 30 ms of each rank's
+// start: here only the pickle of the fields is read.
+std::optional<Values> plain_values(std::istream& stream) {
   caffe2::serialize::PyTorchStreamReader file(&stream);
   const auto unit = std::make_shared<torch::jit::CompilationUnit>();
+  bool first = true;
   const torch::jit::TypeResolver type_named = [&](const c10::QualifiedName& name) {
+    TORCH_CHECK(std::exchange(first, false), "not a plain value: ", name.qualifiedName());
     return c10::StrongTypePtr(unit, c10::ClassType::create(name, unit));
   };
   // An object whose one slot holds the dictionary of all fields.
@@ -51,11 +51,15 @@ Values fields_of(torch::serialize::OutputArchive& written) {
     object->setSlot(0, std::move(fields));
     return object;
   };
-  const auto module =
-      torch::jit::readArchiveAndTensors("data", "", "data/", type_named, with_fields, std::nullopt, file);
   Values values;
-  for (const auto& field : module.toObjectRef().getSlot(0).toGenericDict()) {
-    values.emplace(field.key().toStringRef(), field.value());
+  try {
+    const auto module =
+        torch::jit::readArchiveAndTensors("data", "", "data/", type_named, with_fields, std::nullopt, file);
+    for (const auto& field : module.toObjectRef().getSlot(0).toGenericDict()) {
+      values.emplace(field.key().toStringRef(), field.value());
+    }
+  } catch (const c10::Error&) {
+    return std::nullopt;
   }
   return values;
 }
@@ -68,7 +72,15 @@ std::optional<Values> values_of(const OptimizerOptions& options) {
   } catch (const c10::Error&) {
     return std::nullopt;
   }
-  return fields_of(written);
+  std::stringstream stream;
+  written.save_to(stream);
+  if (auto values = plain_values(stream)) return values;
+  stream.clear();
+  stream.seekg(0);
+  auto archive = reread(stream);
+  Values values;
+  for (const auto& key : archive.keys()) archive.read(key, values[key]);
+  return values;
 }
 
 Json to_json(const c10::IValue& value) {
@@ -168,7 +180,9 @@ void set_options(OptimizerOptions& options, const Json& named) {
   if (!changed) return;  // the first archive that is read takes 30 ms
   torch::serialize::OutputArchive written;
   for (const auto& [name, value] : *values) written.write(name, value);
-  auto archive = reread(written);
+  std::stringstream stream;
+  written.save_to(stream);
+  auto archive = reread(stream);
   const auto copy = options.clone();
   try {
     copy->serialize(archive);  // all or nothing

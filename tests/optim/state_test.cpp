@@ -9,6 +9,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "optim/named_options.h"
 #include "shoal/error.h"
 #include "shoal/optim.h"
 #include "tests/support/refusal.h"
@@ -174,6 +175,44 @@ TEST(NamedState, registered_classes_go_before_those_they_derive_from) {
   EXPECT_EQ(names(named_state(AdamParamState())), "step ");
   EXPECT_NO_THROW(make_state(counted, {{}, {{"count", 1}}}));
   EXPECT_THROW(make_state(adam, {{}, {{"count", 1}}}), UsageError);
+}
+
+// An optimizer of a program's own: values that TorchScript gives a type of their own, and an archive within.
+struct ListsAndArchives : OptimizerCloneableOptions<ListsAndArchives> {
+  double rate = 0.1;
+  double inner = 7;
+  std::vector<std::string> layers{"first", "second"};
+
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("lr", c10::IValue(rate));
+    archive.write("layers", c10::IValue(layers));
+    torch::serialize::OutputArchive more(archive.compilation_unit());
+    more.write("inner", c10::IValue(inner));
+    archive.write("more", more);
+  }
+  void serialize(torch::serialize::InputArchive& archive) override {
+    c10::IValue value;
+    archive.read("lr", value);
+    rate = value.toDouble();
+    archive.read("layers", value);
+    layers.clear();
+    for (const auto& layer : value.toListRef()) layers.push_back(layer.toStringRef());
+    torch::serialize::InputArchive more;
+    archive.read("more", more);
+    more.read("inner", value);
+    inner = value.toDouble();
+  }
+};
+
+TEST(NamedOptions, lists_and_archives_among_them_are_read_and_stay) {
+  ListsAndArchives options;
+  EXPECT_EQ(named_options(options)["lr"], 0.1);
+  EXPECT_TRUE(named_options(options).contains("layers"));
+  options.inner = 8;
+  set_options(options, {{"lr", 0.2}});
+  EXPECT_EQ(options.rate, 0.2);
+  EXPECT_EQ(options.inner, 8);
+  EXPECT_EQ(options.layers, (std::vector<std::string>{"first", "second"}));
 }
 
 }  // namespace

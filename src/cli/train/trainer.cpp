@@ -185,7 +185,7 @@ int64_t Trainer::resume() {
   if (first >= total_steps() && options_.resume_if_any) {
     if (group_.rank() == 0) {
       print_to_stderr("{}: this training of {} steps is done; for more, give more steps or epochs\n",
-                 loaded.path.string(), total_steps());
+                      loaded.path.string(), total_steps());
     }
     return first;
   }
