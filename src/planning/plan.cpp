@@ -39,7 +39,9 @@ std::string Plan::table() const {
     gathers = gathers || plan.gathers;
   }
   if (gathers) {
-    text += "\nfsdp: and every unit's parameters, gathered when they are used; of these up to 3 units at a time\n";
+    text +=
+        "\nfsdp: and every unit's parameters, gathered when they are used; of these up to 3 units at a time.\n"
+        "The bytes per step are without these gathers\n";
   }
   for (const auto& plan : strategies) {
     if (plan.hosts == 1) continue;

@@ -164,9 +164,9 @@ TEST_F(Runs, report_compares_runs_and_thins_out_long_ones) {
     text += json{{"step", step}, {"mine <&>", step % 2}, {"loss", step}}.dump() + "\n";
   text += R"({"step":3000,"loss":null,"text":"words"})";
   write("a.jsonl", text + "\n\n");
-  write("b.jsonl", R"({"step":1,"loss":1e308})"
+  write("b.jsonl", R"({"step":1,"loss":1e308,"samples":5,"seconds":1,"samples_per_second":7})"
                    "\n"
-                   R"({"step":2,"loss":-2})"
+                   R"({"step":2,"loss":-2,"samples":9,"seconds":2,"samples_per_second":7})"
                    "\n");
   const auto ended =
       shoal({"report", folder_.file("a.jsonl"), folder_.file("b.jsonl"), "-o", folder_.file("r.html"), "--json", "-"});
@@ -179,6 +179,8 @@ TEST_F(Runs, report_compares_runs_and_thins_out_long_ones) {
   EXPECT_EQ(loss["points"].size(), 750U);
   for (const auto& point : loss["points"]) EXPECT_EQ(point[0], point[1]) << "means of steps and of values";
   EXPECT_EQ(runs[1]["metrics"]["loss"]["beyond"], 1);
+  EXPECT_EQ(runs[1]["metrics"]["samples"]["count"], 2) << "a file's own names are drawn";
+  EXPECT_EQ(runs[1]["metrics"]["samples_per_second"]["points"], json::array({{1, 7}, {2, 7}})) << "and no other rate";
   EXPECT_EQ(runs[1]["metrics"]["loss"]["points"].size(), 1U);
   const auto html = text_of(folder_.file("r.html"));
   EXPECT_THAT(html,

@@ -53,6 +53,7 @@ MetricsSeries read_series(const std::filesystem::path& metrics) {
   MetricsSeries series;
   auto& all = series.by_name;
   double samples = 0, seconds = 0;
+  bool own_rate = false, derived = false;
   series.damaged = read_metrics(metrics, [&](const MetricsLine& line) {
     if (!line.event.empty()) {
       ++series.event_count;
@@ -67,7 +68,9 @@ MetricsSeries read_series(const std::filesystem::path& metrics) {
       }
     }
     const double more_samples = line.number("samples"), more_seconds = line.number("seconds");
-    if (more_seconds > seconds && more_samples > samples) {
+    own_rate = own_rate || (!derived && all.contains("samples_per_second"));
+    if (!own_rate && more_seconds > seconds && more_samples > samples) {
+      derived = true;
       all["samples_per_second"].add(line.step, (more_samples - samples) / (more_seconds - seconds));
     }
     // A run that was resumed counts from 0 again.
@@ -76,7 +79,7 @@ MetricsSeries read_series(const std::filesystem::path& metrics) {
       seconds = more_seconds;
     }
   });
-  all.erase("samples");
+  if (derived) all.erase("samples");  // the rate says it
   return series;
 }
 
