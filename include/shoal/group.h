@@ -75,8 +75,10 @@ struct GroupStatistics {
 
 // Set of ranks that communicate, like c10d::ProcessGroup. Cheap to copy; copies refer to the same group. All ranks must call
 // the same collectives in the same order. They are asynchronous, but for a group's first over NCCL: wait for the returned
-// Work before you read or write the tensors, which must be contiguous (UsageError). A group of one rank runs the same code
-// with an identity transport. Thread-safety: the caller must serialise calls on one group.
+// Work before you read or write the tensors, which must be contiguous (UsageError). An input that shares memory with an output is
+// copied first, unless it is this rank's own part at its own place; all_to_all refuses it. A conjugate or negative bit
+// (torch::conj) is resolved in inputs; tensors that are written must have none (UsageError). A group of one rank runs the same
+// code with an identity transport. Thread-safety: the caller must serialise calls on one group.
 class Group {
  public:
   explicit Group(std::shared_ptr<GroupState> state);
@@ -133,7 +135,8 @@ class Group {
 
   // Creates a group of some of this group's ranks, numbered in the given order. Collective over those ranks only.
   // Throws UsageError if this rank is not among them, or if a rank is repeated or outside 0 .. size() - 1; CommError if they
-  // have not connected within the limit, by default WorldOptions::rendezvous_timeout_seconds.
+  // have not connected within the limit, by default WorldOptions::rendezvous_timeout_seconds. Ranks may then try again: one that
+  // comes late fails at once in the attempts that others have given up, and meets them in the present one.
   Group subgroup(const std::vector<int>& ranks, std::optional<std::chrono::milliseconds> limit = {}) const;
   // Creates the group of the ranks on this rank's host, in rank order. Collective over this group.
   Group by_host() const;

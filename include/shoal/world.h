@@ -125,10 +125,10 @@ class World {
 
 // Connects this process to the other ranks of the job. Call it once per process. Collective over all ranks, except with
 // `rejoin`. Throws UsageError for an invalid or incomplete description of the job, and with `rejoin` for a rank whose
-// process is alive or never existed; DisagreeError if the ranks disagree on the world size; CommError if ranks do not
-// connect in time. Two jobs that use the same port are distinguished by the job id of their launcher (torchrun, Open
-// MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: the job that does not own the store gets a UsageError. Jobs without any
-// id cannot be distinguished.
+// process is alive or never existed; DisagreeError if the ranks disagree on the world size, the transport or
+// check_agreement; CommError if ranks do not connect in time. Two jobs that use the same port are distinguished by the job
+// id of their launcher (torchrun, Open MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: the job that does not own the store
+// gets a UsageError. Jobs without any id cannot be distinguished.
 World init(const WorldOptions& options = {});
 // As init(options), for a program that is connected to a store of c10d: torch.distributed's, for example. The ranks meet
 // in that store alone: no address, no port, no server. Requires options.rank and options.size. A process may call it

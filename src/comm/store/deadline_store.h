@@ -23,9 +23,9 @@ StoreUnreachable no_answer(const std::string& name, std::chrono::milliseconds li
 
 // Store that does not block forever, as c10d's own client does. A separate thread calls the client, and the caller
 // waits for that thread no longer than the limit. Then it throws StoreUnreachable; so do all later calls, at once,
-// until the overdue answer has come. A call that was given up may still take effect. Calls that read or wait for keys
-// poll, so that none of them occupies the client; they throw what c10d's store throws after its time-out. Thread-safe.
-// A thread that hangs is left behind.
+// until the overdue answer has come. Once the connection has ended, all calls throw StoreLost, at once. A call that was
+// given up may still take effect. Calls that read or wait for keys poll, so that none of them occupies the client; they
+// throw what c10d's store throws after its time-out. Thread-safe. A thread that hangs is left behind.
 class DeadlineStore : public c10d::Store {
  public:
   // name: of the store, for errors.

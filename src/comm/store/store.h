@@ -56,8 +56,8 @@ constexpr const char* claims_secret = "\nsecret";
 std::string job_claim(const JobIdentity& job);
 
 // Connects to the store at address:port on behalf of `job`. Retries until `timeout_seconds` while nothing listens
-// there; calls have the same limit until the caller sets another. CommError says whether nobody listened, somebody does
-// not answer, or the one who answers is not a store.
+// there, or while the name is not known (UsageError then); calls have the same limit until the caller sets another.
+// CommError says whether nobody listened, somebody does not answer, or the one who answers is not a store.
 StorePtr connect_store(const std::string& address, int port, int timeout_seconds, const JobIdentity& job = {});
 
 // Silences libtorch, which prints a stack trace for every lost connection and every malformed message; our own errors
