@@ -136,9 +136,10 @@ std::vector<std::string> meeting_of(const WorldOptions& first, const WorldOption
 }
 
 TEST(Rendezvous, a_rank_that_never_comes_is_the_same_kind_of_error_on_all) {
-  const WorldOptions options{.rendezvous_timeout_seconds = 1};
-  for (const auto& said : meeting_of(options, options, /*absent=*/true)) {
+  const WorldOptions impatient{.rendezvous_timeout_seconds = 1}, patient{.rendezvous_timeout_seconds = 20};
+  for (const auto& said : meeting_of(impatient, patient, /*absent=*/true)) {
     EXPECT_EQ(said.rfind("CommError rank(s) 2 of 3 did not appear at ", 0), 0U) << said;
+    EXPECT_NE(said.find("within 1 s"), std::string::npos) << said;
   }
 }
 
