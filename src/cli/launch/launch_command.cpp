@@ -81,9 +81,10 @@ void add_launch_command(CLI::App& app, const std::vector<std::string>& program, 
                    "seconds between the first failure and the end of the other ranks")
       ->capture_default_str();
   command
-      ->add_option("--stop-grace", options->stop_seconds,
-                   "seconds for the ranks to end after the first Ctrl-C, SIGTERM or SIGHUP; a further Ctrl-C or SIGTERM, more "
-                   "than a second later, kills them")
+      ->add_option(
+          "--stop-grace", options->stop_seconds,
+          "seconds for the ranks to end after the first Ctrl-C, SIGTERM or SIGHUP; a further Ctrl-C or SIGTERM, more "
+          "than a second later, kills them")
       ->capture_default_str();
   command->add_option(
       "--flight-recorder", options->flight_recorder,
