@@ -2,6 +2,7 @@
 
 #include "engine/gradients/gradient_stand_in.h"
 
+#include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -71,8 +72,11 @@ TEST(GradientStandIn, is_known_through_aliases_and_notices_every_way_to_zero_it)
   EXPECT_FALSE(with.stand_in.is(at::Tensor()));
 }
 
-TEST(GradientStandIn, to_what_it_is_already_returns_itself) {
+TEST(GradientStandIn, to_what_it_is_already_returns_itself_where_python_asks_for_it) {
   WithStandIn with;
+  EXPECT_NE(test::refusal([&] { with.grad().to(at::kFloat); }).find("aten::to takes " + about), std::string::npos);
+  let_stand_ins_pass_to(true);
+  const auto restore = c10::make_scope_exit([] { let_stand_ins_pass_to(false); });
   for (const auto& same : {with.grad().to(at::kCPU), with.grad().to(at::kFloat), with.grad().to(with.module->weight),
                            with.grad().to(with.module->weight.options())}) {
     EXPECT_TRUE(with.stand_in.is(same));

@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "engine/gradients/autograd_error.h"
+#include "engine/gradients/gradient_stand_in.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_values.h"
 #include "shoal/group.h"
@@ -106,6 +107,7 @@ void raise_in_backward(const std::exception_ptr& error) {
 void bind_wrappers(py::module_& module) {
   set_autograd_error_translator(&raise_in_backward);
   register_python_state();
+  let_stand_ins_pass_to(true);
   py::class_<Mirror, std::shared_ptr<Mirror>>(module, "Mirror")
       .def(py::init([](const py::object& of) { return Mirror::of(of); }))
       .def("refresh", &Mirror::refresh)

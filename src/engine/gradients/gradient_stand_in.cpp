@@ -3,10 +3,21 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <atomic>
+
 #include "memory/views.h"
 #include "shoal/error.h"
 
 namespace shoal {
+namespace {
+
+std::atomic<bool> passes_to = false;
+
+}  // namespace
+
+void let_stand_ins_pass_to(bool pass) {
+  passes_to = pass;
+}
 
 GradientStandIn::GradientStandIn(const at::Tensor& parameter, std::string about) : about_(std::move(about)) {
   const torch::NoGradGuard no_grad;
@@ -33,7 +44,7 @@ void GradientStandIn::begin_use(std::string_view op, std::span<c10::StorageImpl*
     if (!real_) become_real();
     return;
   }
-  if (op == "aten::to") return;  // an alias; a conversion is aten::_to_copy
+  if (op == "aten::to" && passes_to) return;  // an alias; a conversion is aten::_to_copy
   const auto* advice = op == "aten::_to_copy" ? " (to convert the module, call zero_grad() before)" : "";
   throw UsageError(fmt::format("{} takes {}{}", op, about_, advice));
 }

@@ -9,9 +9,13 @@
 
 namespace shoal {
 
+// Whether to() of a stand-in returns it where it converts nothing, as Module.to of Python needs, which converts gradients,
+// too. By default it is refused as other operators are: C++ reads what it returns by data_ptr(). One for the process.
+void let_stand_ins_pass_to(bool pass);
+
 // A tensor with the parameter's sizes, strides, dtype and device, but without memory. Zeroing it through any alias is
 // noticed (libtorch's zero_grad detaches first); every other operator that would read or change it throws a UsageError,
-// and data_ptr() throws libtorch's own error. to() the dtype and device it has returns itself, for Module.to of Python. Once zeroed, it gets memory full of zeros when an operator takes it, and
+// and data_ptr() throws libtorch's own error. Once zeroed, it gets memory full of zeros when an operator takes it, and
 // is an ordinary tensor from then on.
 class GradientStandIn : private MemoryUser {
  public:
