@@ -121,9 +121,12 @@ class Reducer final : private BackwardListener {
   // Enters a step that the peers will finish or wait for; abandon() must follow if this rank does not finish it.
   // Collective once, after the first finished step, when buckets are rebuilt.
   void expect_backward();
-  // Marks the step as impossible to finish here. No effect unless a forward has entered a step.
-  // Whether a forward has begun a step whose backward has not ended.
+  // Whether a forward has entered a step whose backward has not ended.
   bool awaits_backward() const { return entry_.expected || running(); }
+  // Call before a forward under no_sync, which begins a step that is entered later.
+  void note_micro_batch() { entry_.begun = true; }
+  bool has_only_micro_batches() const { return entry_.begun && !awaits_backward(); }
+  // Marks the step as impossible to finish here. No effect unless a forward has entered a step.
   void mark_failed() { entry_.failed = entry_.expected || running(); }
   // Whether a step was begun here and neither finished nor abandoned.
   bool broken() const { return entry_.failed || running(); }

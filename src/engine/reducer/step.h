@@ -13,6 +13,7 @@ namespace shoal {
 
 // State of a step before its first gradient, from the first forward on.
 struct StepEntry {
+  bool begun = false;     // by a micro-batch under no_sync
   bool expected = false;  // peers will finish the step or wait for it
   bool failed = false;    // this rank cannot finish it
   bool holding = false;   // its sums are held back

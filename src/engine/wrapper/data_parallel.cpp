@@ -260,7 +260,7 @@ void DataParallelCore::before_forward() {
   state.require_shapes();
   // Also under no_sync, because the peers wait in the step that failed here; not within a backward that still runs.
   if (state.no_sync_depth == 0 || !BackwardTracker::in_backward()) state.reducer->settle();
-  if (state.no_sync_depth > 0 && torch::GradMode::is_enabled()) state.accumulates = state.reducer->step();
+  if (state.no_sync_depth > 0 && torch::GradMode::is_enabled()) state.reducer->note_micro_batch();
   adopt_changes(torch::GradMode::is_enabled());
   begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) {
@@ -373,7 +373,7 @@ at::DeviceType DataParallelCore::device() const {
 void DataParallelCore::abandon_step() {
   auto& state = *state_;
   // Micro-batches under no_sync have begun the step. The other ranks enter it with their last one.
-  if (state.accumulates == state.reducer->step() && !state.reducer->awaits_backward()) {
+  if (state.reducer->has_only_micro_batches()) {
     const at::AutoGradMode grad(true);
     const auto depth = std::exchange(state.no_sync_depth, 0);
     const auto restore = c10::make_scope_exit([&] { state.no_sync_depth = depth; });

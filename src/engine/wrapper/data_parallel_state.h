@@ -34,8 +34,7 @@ struct DataParallelCore::State {
   std::optional<double> share{};                 // see ReducerCallbacks
   LoggingData::Settings settings{};              // for logging
   int no_sync_depth = 0;
-  std::optional<int64_t> accumulates{};  // the step of which a micro-batch under no_sync has begun
-  bool entered = false;                  // the running or last forward has entered a step that other ranks wait for
+  bool entered = false;  // the running or last forward has entered a step that other ranks wait for
 
   // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;
