@@ -69,7 +69,8 @@ class DataParallelCore : public Joinable {
   // steps stay. Does nothing between steps. The caller must zero gradients accumulated so far. The next forward calls it by itself
   // after an exception in forward, in a hook or in a backward that had computed a gradient, but not after one under no_sync, where the
   // program may leave out a micro-batch and go on; after others it cannot know. A rank that then goes on without it meets the others
-  // one step late: if it has dropped the result of its forward, backward is a UsageError on all ranks.
+  // one step late: if it has dropped the result of its forward, backward is a UsageError on all ranks. Where ranks have agreed to leave
+  // a step, and one of them may not have begun it, zero the gradients instead: its call would do nothing, and the others wait for it.
   void abandon_step();
 
   // Communication of a step for which this rank has no batch, in a Join scope: matches the collectives of forward and
