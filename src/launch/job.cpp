@@ -86,7 +86,7 @@ int Job::run() {
 int Job::result() const {
   const bool stopped = interruption_.began();
   if (stopped && !(unread_ && interruption_.code() == Interruption::ended_well)) return interruption_.code();
-  if (const int error = output_.error(); error != 0 && (stopped || !code_)) {
+  if (const int error = output_.error(); error != 0 && options_.prefix_output && (stopped || !code_)) {
     throw UsageError(fmt::format("cannot write the output of the ranks: {}", std::strerror(error)));
   }
   const auto joined = [&](const Child& child) { return ranks_.belongs(child); };
@@ -203,9 +203,9 @@ void Job::step() {
     if (waits[i + 1].revents != 0) pipes[i]->pump();
   }
   output_.drain();
-  look_for_reader();
   const auto asked = signals_.asked();
   if (asked.to_stop || asked.hung_up) interrupt(asked);
+  look_for_reader();  // after Ctrl-C, which may have ended it, too
   if (asked.to_suspend) suspend();
   if (asked.who_waits && options_.flight_recorder.empty()) {
     output_.say("who waits for whom is in the flight recorders of the ranks, which need --flight-recorder FOLDER");

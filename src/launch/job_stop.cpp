@@ -47,7 +47,8 @@ void Job::suspend() {
 
 // Without one, SIGPIPE would end a program; the ranks may save.
 void Job::look_for_reader() {
-  if (output_.error() != EPIPE || interruption_.began() || ranks_.alive() == 0) return;
+  const bool forwards = options_.prefix_output;  // otherwise the ranks have the streams themselves, and look after them
+  if (!forwards || output_.error() != EPIPE || interruption_.began() || ranks_.alive() == 0) return;
   unread_ = true;
   output_.say("nobody reads the output any more: the ranks are told to stop");
   tell_to_stop();

@@ -104,7 +104,7 @@ TEST(Start, options_that_ranks_must_share_are_compared_and_others_are_not) {
     EXPECT_NE(ended.output.find("rank 0 has --trace, rank 1 has no --trace"), std::string::npos) << ended.output;
   }
   const auto own = train_with({"--batch", "4", "--json", folder.file("json"), "--metrics", folder.file("metrics")},
-                              {"--batch", "2", "--threads", "1"});
+                              {"--batch", "2", "--threads", "1", "--bucket-cap-mb", "25.0"});
   for (const auto& ended : own) EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_EQ(read(folder.file("json"))["loss"].size(), 2U);
 }

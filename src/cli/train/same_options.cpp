@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -20,11 +19,27 @@ std::string maybe(const char* option, const std::optional<T>& value) {
   return value ? fmt::format("{} {}", option, *value) : whether(option, false);
 }
 
-std::vector<std::string> lines_of(const TrainOptions& options, std::optional<size_t> samples) {
+// Of a strategy: with the defaults, so that the value that an option has without being given is the same.
+std::string line_of(const StrategyOption& option, const OptionValues& values) {
+  auto name = "--" + option.name;
+  std::replace(name.begin(), name.end(), '_', '-');
+  if (option.name == "topology_file") return whether(name.c_str(), !values.text(option.name).empty());
+  if (option.type == StrategyOption::Type::number && !values.text(option.name).empty()) {
+    return fmt::format("{} {}", name, values.number(option.name));
+  }
+  return fmt::format("{} {}", name, values.text(option.name));
+}
+
+std::vector<std::string> lines_of(const TrainOptions& options, const Feed& feed) {
+  const auto samples = feed.samples();
+  // They follow from --batch, and from them schedules, evaluations and the end.
+  const bool counts = options.chosen().pace != Pace::own && (options.epochs || options.eval);
+  const auto steps = counts ? feed.steps_per_epoch() : std::nullopt;
   std::vector<std::string> lines{fmt::format("--model {}", options.model),
                                  fmt::format("--size {}", options.size),
                                  fmt::format("--data {}", options.data.substr(0, options.data.find(':'))),
                                  samples ? fmt::format("--data with {} samples", *samples) : "endless --data",
+                                 steps ? fmt::format("--batch that makes {} steps per epoch", *steps) : "any --batch",
                                  fmt::format("--init {}", options.init),
                                  fmt::format("--strategy {}", options.strategy),
                                  fmt::format("--replan {}", options.replan),
@@ -49,20 +64,18 @@ std::vector<std::string> lines_of(const TrainOptions& options, std::optional<siz
                                  whether("--resume", !options.resume.empty()),
                                  whether("--partial", options.partial),
                                  whether("--trace", !options.trace.empty())};
-  const std::set<std::string> own{"topology_file", "neighbour_timeout"};
-  for (const auto& [name, value] : options.strategy_options) {
-    auto option = "--" + name;
-    std::replace(option.begin(), option.end(), '_', '-');
-    lines.push_back(own.contains(name) ? whether(option.c_str(), true) : fmt::format("{} {}", option, value));
+  const auto values = options.values();
+  for (const auto& option : options.chosen().options) {
+    if (option.name != "neighbour_timeout") lines.push_back(line_of(option, values));
   }
   return lines;
 }
 
 }  // namespace
 
-void require_same_options(const TrainOptions& options, std::optional<size_t> samples, const Group& group) {
+void require_same_options(const TrainOptions& options, const Feed& feed, const Group& group) {
   if (group.size() == 1 || options.chosen().pace == Pace::alone) return;
-  agree(group, "options of shoal train, which must be the same on all ranks", lines_of(options, samples));
+  agree(group, "options of shoal train, which must be the same on all ranks", lines_of(options, feed));
 }
 
 }  // namespace shoal::cli

@@ -150,7 +150,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   const auto device = use_device(options.device, world.local_rank());
   const auto read = datasets != nullptr ? *datasets : read_datasets(options);
   const auto feed = on_device(make_feed(options, world.rank(), world.size(), read), device);
-  if (!world.joining()) require_same_options(options, feed->samples(), world.group());
+  if (!world.joining()) require_same_options(options, *feed, world.group());
   const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   load_libraries(options);
   MemoryUse memory{.before = resident_mib()};
@@ -168,7 +168,15 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   try {
     Trainer trainer(options, world, model, *feed);
     const auto result = trainer.run();
-    if (result.done_before) return 0;
+    if (result.done_before) {
+      // The run that ended there may not have come to write the model.
+      const auto whole = options.save.empty() ? nullptr : trainer.full_parameters();
+      if (world.rank() == 0 && whole) save_model(options, *model);
+      if (world.rank() == 0 && !options.json.empty()) {
+        print_to_stderr("--json {}: no report, as nothing was trained\n", options.json);
+      }
+      return 0;
+    }
     memory.peak = peak_resident_mib();
     memory.pss = proportional_mib();
     std::string file;  // the file of the model alone
