@@ -102,6 +102,7 @@ class DistributedDataParallel(Wrapper):
 
 def _compare_if_written(model: DistributedDataParallel) -> None:
     """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
+    model._core.settle()  # a step that has failed: other ranks are still in its sums
     versions, steps = model._seen
     now = model._versions(), model._core.step()
     loaded = model._compares or model._loads.count()

@@ -33,6 +33,7 @@ void bind_ddp(py::module_& module) {
     return unlocked([&] { return Held<Core>(new Core(mirror, group, options)); });
   }));
   bind_parallel<Core>(ddp);
+  ddp.def("settle", [](Core& core) { unlocked([&] { core.settle(); }); });
 }
 
 }  // namespace shoal::python

@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/utils.h>
 
+#include <exception>
+
 #include "engine/gradients/autograd_error.h"
 #include "engine/gradients/graph_walk.h"
 #include "shoal/error.h"
@@ -34,9 +36,10 @@ class BackwardTracker::Watch {
     const auto held = tracker_.lock();
     if (passes_ && in_backward()) {
       tracker_.follow(until_);
-    } else {
+    } else if (std::uncaught_exceptions() > 0) {
       tracker_.failed(number_);  // the step stays open, and the next backward is refused
     }
+    // Otherwise a device's thread destroys it late, where the program may be at work on the gradients: the next forward ends the step.
   }
   // Called at the end of the backward. Whether the watch passes to an outer one, whose node is at work.
   bool passes() {
