@@ -12,10 +12,9 @@ bool Interruption::is_repeated_by(const Signals::Asked& asked) const {
   return began_ && asked.to_stop && std::chrono::steady_clock::now() - *began_ >= std::chrono::seconds(1);
 }
 
-bool Interruption::note_end(int code, bool others_go_on) {
+bool Interruption::note_end(int code) {
   const bool well = code == 0 || code == ended_well;
   if (!well && !bad_end_) bad_end_ = code;
-  if (well && others_go_on) bad_end_.reset();
   return well;
 }
 

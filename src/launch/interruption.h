@@ -24,8 +24,8 @@ class Interruption {
   void force() { forced_ = true; }
   bool forced() const { return forced_; }
 
-  // A rank of the job has ended. others_go_on: one that ends well later makes up for it. Whether it has ended well.
-  bool note_end(int code, bool others_go_on);
+  // A rank of the job has ended. Whether it has ended well.
+  bool note_end(int code);
   // Of the job: that of the failure, or of the first rank that has not ended well, and perhaps not saved.
   int code() const { return failure_ ? *failure_ : bad_end_.value_or(ended_well); }
 

@@ -13,8 +13,7 @@
 namespace shoal {
 
 void Job::note_interrupted_end(const Child& child, int status) {
-  const bool others_go_on = options_.min_ranks > 0 || options_.keep_going;
-  const bool well = interruption_.note_end(exit_code(status), others_go_on);
+  const bool well = interruption_.note_end(exit_code(status));
   if (well || interruption_.forced() || interruption_.after_failure()) return;
   output_.say("rank {} (pid {}), told to stop, {}", child.rank, child.pid, describe_end(status));
 }
@@ -45,8 +44,10 @@ void Job::suspend() {
   for (const pid_t group : groups) kill(-group, SIGCONT);
 }
 
-// Without one, SIGPIPE would end a program; the ranks may save.
+// Without one, SIGPIPE would end a program; the ranks may save. Who has SIGPIPE ignored (as services of systemd do) wants to go on.
 void Job::look_for_reader() {
+  struct sigaction pipe {};
+  if (sigaction(SIGPIPE, nullptr, &pipe) == 0 && pipe.sa_handler == SIG_IGN) return;
   const bool forwards = options_.prefix_output;  // otherwise the ranks have the streams themselves, and look after them
   if (!forwards || output_.error() != EPIPE || interruption_.began() || ranks_.alive() == 0) return;
   unread_ = true;

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <utility>
 
+#include "base/print_to_stderr.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -98,7 +99,7 @@ void Metrics::give_up(const std::string& from) {
   const auto* why = std::strerror(errno);
   file_.close();
   fault_ = fmt::format("--metrics: cannot write {}: {}; lines {} are missing", path_, why, from);
-  std::fputs(fmt::format("shoal: {}; training continues\n", fault_).c_str(), stderr);
+  print_to_stderr("shoal: {}; training continues\n", fault_);
 }
 
 void Metrics::take_over() {

@@ -31,39 +31,38 @@ std::string line_of(const StrategyOption& option, const OptionValues& values) {
 }
 
 std::vector<std::string> lines_of(const TrainOptions& options, const Feed& feed) {
-  const auto samples = feed.samples();
-  // They follow from --batch, and from them schedules, evaluations and the end.
+  // They follow from --batch and --data, of which each host may have its own, and from them schedules, evaluations and the end.
   const bool counts = options.chosen().pace != Pace::own && (options.epochs || options.eval);
   const auto steps = counts ? feed.steps_per_epoch() : std::nullopt;
-  std::vector<std::string> lines{fmt::format("--model {}", options.model),
-                                 fmt::format("--size {}", options.size),
-                                 fmt::format("--data {}", options.data.substr(0, options.data.find(':'))),
-                                 samples ? fmt::format("--data with {} samples", *samples) : "endless --data",
-                                 steps ? fmt::format("--batch that makes {} steps per epoch", *steps) : "any --batch",
-                                 fmt::format("--init {}", options.init),
-                                 fmt::format("--strategy {}", options.strategy),
-                                 fmt::format("--replan {}", options.replan),
-                                 maybe("--elastic", options.elastic),
-                                 whether("--keep-global-batch", options.keep_global_batch),
-                                 fmt::format("--optimizer {}", options.optimizer),
-                                 maybe("--lr", options.lr),
-                                 maybe("--accum-iter", options.accum_iter),
-                                 fmt::format("--schedule {}", options.schedule),
-                                 maybe("--warmup-steps", options.warmup_steps),
-                                 maybe("--decay-every", options.decay_every),
-                                 maybe("--decay-factor", options.decay_factor),
-                                 fmt::format("--accumulate {}", options.accumulate),
-                                 maybe("--steps", options.steps),
-                                 maybe("--epochs", options.epochs),
-                                 fmt::format("--dtype {}", options.dtype),
-                                 fmt::format("--clip {}", options.clip),
-                                 fmt::format("--seed {}", options.seed),
-                                 whether("--eval", options.eval),
-                                 whether("--save", !options.save.empty()),
-                                 fmt::format("--save-every {}", options.save_every),
-                                 whether("--resume", !options.resume.empty()),
-                                 whether("--partial", options.partial),
-                                 whether("--trace", !options.trace.empty())};
+  std::vector<std::string> lines{
+      fmt::format("--model {}", options.model),
+      fmt::format("--size {}", options.size),
+      fmt::format("--data {}", options.data.substr(0, options.data.find(':'))),
+      steps ? fmt::format("--batch and --data that make {} steps per epoch", *steps) : "any --batch",
+      fmt::format("--init {}", options.init),
+      fmt::format("--strategy {}", options.strategy),
+      fmt::format("--replan {}", options.replan),
+      maybe("--elastic", options.elastic),
+      whether("--keep-global-batch", options.keep_global_batch),
+      fmt::format("--optimizer {}", options.optimizer),
+      maybe("--lr", options.lr),
+      maybe("--accum-iter", options.accum_iter),
+      fmt::format("--schedule {}", options.schedule),
+      maybe("--warmup-steps", options.warmup_steps),
+      maybe("--decay-every", options.decay_every),
+      maybe("--decay-factor", options.decay_factor),
+      fmt::format("--accumulate {}", options.accumulate),
+      maybe("--steps", options.steps),
+      maybe("--epochs", options.epochs),
+      fmt::format("--dtype {}", options.dtype),
+      fmt::format("--clip {}", options.clip),
+      fmt::format("--seed {}", options.seed),
+      whether("--eval", options.eval),
+      whether("--save", !options.save.empty()),
+      fmt::format("--save-every {}", options.save_every),
+      whether("--resume", !options.resume.empty()),
+      whether("--partial", options.partial),
+      whether("--trace", !options.trace.empty())};
   const auto values = options.values();
   for (const auto& option : options.chosen().options) {
     if (option.name != "neighbour_timeout") lines.push_back(line_of(option, values));

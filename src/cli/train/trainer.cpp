@@ -458,7 +458,7 @@ TrainResult Trainer::run() {
   result.wire_bytes = std::max<int64_t>(0, bytes_over_tcp() - wire);
   save_end(loop.number, result);
   if (const auto& fault = loop.metrics.fault(); loop.reports && !fault.empty()) {
-    std::fputs(fmt::format("shoal: {}\n", fault).c_str(), stderr);
+    print_to_stderr("shoal: {}\n", fault);
   }
   if (elastic_) tell_changes(loop, result);
   return result;
