@@ -2,15 +2,40 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstdlib>
+#include <fstream>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "launch/job.h"
 
 namespace shoal {
+namespace {
+
+pid_t parent_of(pid_t process) {
+  std::ifstream file(fmt::format("/proc/{}/stat", process));
+  std::string line;
+  std::getline(file, line);
+  const auto name_end = line.rfind(')');  // then the state, and the parent
+  return name_end == std::string::npos ? 0 : std::atoi(line.c_str() + std::min(name_end + 4, line.size()));
+}
+
+// Whether no shell could continue this process group: the system ignores SIGTSTP there. A batch system that suspends a job sends it
+// to all of its processes, the ranks among them.
+bool is_orphaned() {
+  for (pid_t process = getppid(); process > 0; process = parent_of(process)) {
+    if (getpgid(process) != getpgrp()) return getsid(process) != getsid(0);
+  }
+  return true;
+}
+
+}  // namespace
 
 void Job::note_interrupted_end(const Child& child, int status) {
   const bool well = interruption_.note_end(exit_code(status));
@@ -39,6 +64,7 @@ void Job::tell_to_stop() {
 // As a shell's job control wants it: the ranks have groups of their own, which the terminal does not reach. They are continued in
 // the order in which they were stopped, so that none of them sees another one stopped for the whole time.
 void Job::suspend() {
+  if (is_orphaned()) return;
   const auto groups = ranks_.stop();
   signals_.suspend();
   for (const pid_t group : groups) kill(-group, SIGCONT);

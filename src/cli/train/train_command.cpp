@@ -171,7 +171,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
     if (result.done_before) {
       // The run that ended there may not have come to write the model.
       const auto whole = options.save.empty() ? nullptr : trainer.full_parameters();
-      if (world.rank() == 0 && whole) save_model(options, *model);
+      if (world.rank() == 0 && !options.save.empty()) save_model(options, *model);
       if (world.rank() == 0 && !options.json.empty()) {
         print_to_stderr("--json {}: no report, as nothing was trained\n", options.json);
       }

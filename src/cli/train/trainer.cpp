@@ -250,7 +250,10 @@ void Trainer::tolerate(const std::function<void()>& saving) {
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
   try {
-    together([&](const Group&) { save(steps, /*in_background=*/false); });
+    together([&](const Group&) {
+      save(steps, /*in_background=*/false);
+      if (result.stopped) training_->wait();  // older checkpoints are removed by now, and the folder is free
+    });
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
     keep_earlier_latest(steps, result);
   } catch (const CommError& error) {
@@ -262,7 +265,11 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
 // A run that begins anew in a folder of checkpoints, without --resume, may be a mistake until it has saved on its own.
 void Trainer::keep_earlier_latest(int64_t steps, TrainResult& result) const {
   if (!result.stopped || !earlier_latest_ || *earlier_latest_ <= steps) return;
-  if (leads() && !name_latest_again(options_.save, *earlier_latest_)) return;
+  if (leads() && !name_latest_again(options_.save, *earlier_latest_)) {
+    print_to_stderr("--save {}: latest is step-{} now, and no longer step-{} of an earlier run\n", options_.save, steps,
+                    *earlier_latest_);
+    return;
+  }
   result.kept_latest = fmt::format("step-{}", *earlier_latest_);
 }
 
