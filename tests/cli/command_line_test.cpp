@@ -127,7 +127,7 @@ TEST(Input, missing_data_is_named_once_before_ranks_are_started) {
   expect_refused({"train", "--model", "gpt", "--data", "text:/nowhere", "--ranks", "2"}, "cannot open /nowhere");
 }
 
-TEST(Input, damaged_idx_files_are_named_on_every_rank) {
+TEST(Input, damaged_idx_files_are_named_once_before_ranks_are_started) {
   const TempFolder folder;
   const auto write = [&](const std::string& name, const std::string& content) {
     std::ofstream(folder.file(name), std::ios::binary) << content;
@@ -138,8 +138,8 @@ TEST(Input, damaged_idx_files_are_named_on_every_rank) {
   const auto data = "fashion-mnist:" + folder.file("");
   auto ended = shoal({"train", "--data", data, "--ranks", "2"});
   EXPECT_EQ(ended.code, 1);
-  EXPECT_NE(ended.output.find("rank 1: error: "), std::string::npos) << ended.output;
-  EXPECT_NE(ended.output.find("train-images-idx3-ubyte.gz"), std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output,
+            "error: " + folder.file("train-images-idx3-ubyte.gz") + ": not a gzip file although it is named .gz\n");
   for (const auto* name : {"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}) {
     std::filesystem::remove(folder.file(std::string(name) + ".gz"));
     write(name, std::string("\0\0\x08\x03\0\0\0\x0a", 8));
