@@ -36,15 +36,15 @@ demo:
 	  '  $(BUILD)/shoal launch -n 2 -- PROGRAM                                                     a program of your own on 2 ranks' \
 	  '  README.md: 20 lines of code, and how to install the library'
 
-# Tests that keep two cores busy count as three of seven, so that two of them run at a time, and beside them others that wait
+# Tests that keep two cores busy count as three of eight, so that two of them run at a time, and beside them others that wait
 # for deadlines and for processes to start. libtorch's store asks the name service for the names of loopback addresses: a
 # query that is lost takes a second then, and not five, which some tests would take for a rank's delay.
 test fast: export RES_OPTIONS = timeout:1
 test: all
-	ctest --test-dir $(BUILD) --output-on-failure -j 7 || { scripts/failed_tests.py $(BUILD); exit 1; }
+	ctest --test-dir $(BUILD) --output-on-failure -j 8 || { scripts/failed_tests.py $(BUILD); exit 1; }
 
 fast: all
-	ctest --test-dir $(BUILD) --output-on-failure -j 7 -L fast
+	ctest --test-dir $(BUILD) --output-on-failure -j 8 -L fast
 
 # Everything with sanitizers, and the tests that fit them; CMakePresets.json says which, and sets the sanitizers' options.
 asan tsan:
