@@ -519,10 +519,7 @@ TEST(Replan, BEY15_after_an_exception_in_a_step) {
     } else {
       EXPECT_THROW(training->backward(training.forward(x).pow(2).mean()), StepAbandoned);
     }
-    if (std::string(name) == "ddp") {  // others have dropped what the step has left
-      EXPECT_THAT(test::refusal([&] { training.replan("zero1"); }), HasSubstr("has a gradient"));
-      training->zero_grad();
-    }
+    for (const auto& parameter : training.module()->parameters()) EXPECT_FALSE(parameter.grad().defined());
     training.replan("zero1", options_of("zero1"));
     expect_equal(parameters_of(training), before);
     steps(training, 3, 4);
