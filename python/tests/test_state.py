@@ -69,6 +69,17 @@ def test_PY07_state_dict_is_whole_where_activation_checkpointing_has_wrapped_par
             model.load_state_dict({name: value + 1 for name, value in loaded.items()})
             assert torch.equal(model.state_dict()["1.bias"], expected["1.bias"] + 1)
 
+        def swap(module, state, prefix, metadata):
+            names = f"{prefix}0.weight", f"{prefix}2.weight"
+            state.update(zip(names, [state[name] for name in reversed(names)], strict=True))
+
+        net, group = make(), group_over("tcp")
+        net._register_state_dict_hook(swap)
+        expected = {name: value.clone() for name, value in net.state_dict().items()}
+        model = shoal.nn.FullyShardedDataParallel(net, group, auto_wrap_policy=torch.nn.Linear)
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
     on_ranks(saves)
 
 

@@ -171,23 +171,23 @@ def _refuse_nested(module: torch.nn.Module) -> None:
 def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Puts whole values for sharded ones, and the names of the unwrapped module for the wrapper's."""
     whole = wrapper.full_state_dict()
-    places: dict[Any, str] | None = None
+    # By place first: hooks of modules inside, as checkpoint_wrapper()'s, change names.
+    places = {_place_of(parameter): name for name, parameter in wrapper._mirror.names() if name in whole and _has_place(parameter)}
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(inner)]:
         name = key[len(inner) :]
         value = state.pop(key)
-        own = name
-        if name not in whole and isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            # Hooks of modules inside, as checkpoint_wrapper()'s, have changed the name.
-            if places is None:
-                places = {_place_of(parameter): known for known, parameter in wrapper._mirror.names()}
-            own = places.get(_place_of(value), name)
+        own = places.get(_place_of(value), name) if _has_place(value) else name
         state[prefix + name] = whole.get(own, value)
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return
     for key in [key for key in versions if f"{key}.".startswith(inner)]:
         versions[f"{prefix}{key[len(inner) :]}".removesuffix(".")] = versions.pop(key)
+
+
+def _has_place(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
