@@ -289,8 +289,7 @@ class Room {
     if (number == name || !(number.starts_with("127.") || number == "::1")) return "";
     return fmt::format(
         "; if they are on other hosts: '{}' is {} on rank 0's, which these do not reach, so set MASTER_ADDR to a "
-        "number, "
-        "or to a name that is not a loopback address on any host",
+        "number, or to a name that is not a loopback address on any host",
         name, number);
   }
 

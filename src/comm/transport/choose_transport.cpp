@@ -61,8 +61,8 @@ std::shared_ptr<Transport> make_cpu_transport(const WorldState& world, const std
   if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank, limit);
   if (wanted == "tcp") return make_tcp_transport(world, name, rank, world_ranks, limit);
   if (wanted == "gloo") {
-    store_gather(world, "ranks-over-gloo/" + name, world_ranks, rank, "here",
-                 limit);  // Gloo does not say who is missing
+    // Gloo does not say who is missing.
+    store_gather(world, "ranks-over-gloo/" + name, world_ranks, rank, "here", limit);
     return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()), limit);
   }
   if (wanted != "host") return make_fastest(world, name, rank, world_ranks, limit);
