@@ -7,6 +7,7 @@
 #include <deque>
 
 #include "comm/transport/dry_run.h"
+#include "engine/buckets/common_sizes.h"
 
 namespace shoal::spare_memory_test {
 namespace {
@@ -42,6 +43,16 @@ TEST(SpareMemory, sizes_that_alternate_use_each_others_memory) {
   EXPECT_GT(fresh_buffers(SpareMemory(), sizes, &most), 4) << "with buffers that fit closely, most are fresh";
 }
 
+// The buckets of GPT with width 512, of 4 MiB and a trailer. The norms' is just too small for one of them, and not for the next.
+TEST(SpareMemory, sizes_that_nearly_fit_are_one) {
+  const std::vector<int64_t> numels{197632, 1049088, 1050624, 1050112, 1024};
+  EXPECT_EQ(common_sizes(numels, 1 << 20, 4), std::vector<int64_t>(5, 1050624));
+  EXPECT_EQ(common_sizes({100, 1000, 1130}, 0, 4), (std::vector<int64_t>{100, 1130, 1130})) << "not ten times as large";
+  EXPECT_EQ(common_sizes({100, 380, 425}, 0, 4), (std::vector<int64_t>{425, 425, 425})) << "380 and then an eighth";
+  EXPECT_EQ(common_sizes({100, 380, 600}, 0, 4), (std::vector<int64_t>{380, 600, 600}));
+  EXPECT_TRUE(common_sizes({}, 0, 4).empty());
+}
+
 TEST(SpareMemory, the_smallest_buffer_that_fits_is_taken_and_none_that_is_much_too_large) {
   const Group group = dry_run_group(2);
   SpareMemory spare(4, /*keeps_larger=*/true);
@@ -57,6 +68,9 @@ TEST(SpareMemory, the_smallest_buffer_that_fits_is_taken_and_none_that_is_much_t
   spare.put(at::empty({300}));
   EXPECT_FALSE(spare.fits(70, at::kFloat)) << "a buffer for 300 does not serve 70, whatever a fresh one would have";
   EXPECT_EQ(spare.take(group, 70, at::kFloat, 290).numel(), 290);
+  spare.put(at::empty({290}));
+  EXPECT_TRUE(spare.fits(1, at::kFloat, 290)) << "as large as a fresh one would be";
+  EXPECT_EQ(spare.take(group, 1, at::kFloat, 290).numel(), 290);
   spare.put(at::empty({500}));
   spare.shrink(1);
   EXPECT_EQ(spare.take(group, 290, at::kFloat).numel(), 500) << "the largest stays";

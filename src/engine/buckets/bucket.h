@@ -41,6 +41,7 @@ class Bucket {
   void acquire(const Group& group, SpareMemory& spare);
   // Makes acquire() take fresh memory of at least this many elements, so that other buckets can use it afterwards.
   void set_least_numel(int64_t numel) { least_numel_ = numel; }
+  int64_t least_numel() const { return least_numel_; }
   void release(SpareMemory& spare, bool keep);
 
   // Whether the program has tensors or arrays in the memory, beside `gradients` tensors of grad().

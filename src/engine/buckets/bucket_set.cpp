@@ -3,8 +3,11 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
+#include <string>
 
+#include "engine/buckets/common_sizes.h"
 #include "engine/reducer/reduction_plan.h"
 #include "memory/views.h"
 
@@ -49,24 +52,24 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
 // Gives transient buckets memory of one size, so that each of them can use what another has left. The part that a bucket
 // does not use has no pages.
 void BucketSet::make_memory_alike() {
+  std::map<std::pair<at::ScalarType, std::string>, std::vector<Bucket*>> alike;
   for (auto& bucket : buckets_) {
     if (!bucket.transient() || bucket.sparse()) continue;
-    int64_t least = 0;
-    for (const auto& other : buckets_) {
-      const bool alike = other.transient() && !other.sparse() && other.options().dtype() == bucket.options().dtype() &&
-                         other.options().device() == bucket.options().device();
-      const auto unused = (other.numel() - bucket.numel()) * static_cast<int64_t>(bucket.options().dtype().itemsize());
-      const bool near = unused <= passing_bucket_bytes || other.numel() <= most_times_larger * bucket.numel();
-      if (alike && near) least = std::max(least, other.numel());
-    }
-    bucket.set_least_numel(least);
+    alike[{bucket.options().dtype().toScalarType(), bucket.options().device().str()}].push_back(&bucket);
+  }
+  for (const auto& [kind, buckets] : alike) {
+    std::vector<int64_t> numels;
+    for (const auto* bucket : buckets) numels.push_back(bucket->numel());
+    const auto most_unused = passing_bucket_bytes / static_cast<int64_t>(at::elementSize(kind.first));
+    const auto sizes = common_sizes(numels, most_unused, most_times_larger);
+    for (size_t i = 0; i < buckets.size(); ++i) buckets[i]->set_least_numel(sizes[i]);
   }
 }
 
 bool BucketSet::needs_fresh_memory(size_t gradient) const {
   const auto& bucket = of(gradient);
   return bucket.transient() && !bucket.sparse() && !bucket.flat().defined() &&
-         !spare_.fits(bucket.numel(), bucket.options());
+         !spare_.fits(bucket.numel(), bucket.options(), bucket.least_numel());
 }
 
 void BucketSet::set_frozen(std::vector<bool> frozen) {

@@ -5,8 +5,9 @@
 
 namespace shoal {
 
-std::vector<at::Tensor>::const_iterator SpareMemory::find(int64_t numel, const at::TensorOptions& options) const {
-  const auto most = static_cast<int64_t>(most_times_ * static_cast<double>(numel));
+std::vector<at::Tensor>::const_iterator SpareMemory::find(int64_t numel, const at::TensorOptions& options,
+                                                          int64_t fresh_numel) const {
+  const auto most = std::max(fresh_numel, static_cast<int64_t>(most_times_ * static_cast<double>(numel)));
   auto best = spare_.end();
   for (auto it = spare_.begin(); it != spare_.end(); ++it) {
     const bool fits = it->scalar_type() == options.dtype().toScalarType() && it->device() == options.device() &&
@@ -23,7 +24,7 @@ void SpareMemory::shrink(size_t most) {
 }
 
 at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options, int64_t fresh_numel) {
-  if (const auto found = find(numel, options); found != spare_.end()) {
+  if (const auto found = find(numel, options, fresh_numel); found != spare_.end()) {
     auto memory = *found;
     spare_.erase(found);
     return memory;
