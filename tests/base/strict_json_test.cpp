@@ -60,9 +60,9 @@ TEST(StrictJson, depth_memory_and_tokens_have_limits) {
   EXPECT_EQ(parse("[" + std::string(10'000'000, ' ') + "1]"), json({1}));
 }
 
-TEST(StrictJson, a_million_and_a_half_entries_take_seconds) {
+TEST(StrictJson, three_hundred_thousand_entries_take_seconds) {
   std::string text = "{";
-  constexpr int entries = 1'500'000;
+  constexpr int entries = 300'000;
   for (int i = 0; i < entries; ++i) {
     if (i > 0) text += ',';
     text += "\"" + std::to_string(i) + R"(":{"dtype":"U8","shape":[1],"data_offsets":[0,1]})";
@@ -70,7 +70,7 @@ TEST(StrictJson, a_million_and_a_half_entries_take_seconds) {
   text += '}';
   const auto begin = std::clock();  // processor time
   EXPECT_EQ(parse(text).size(), entries);
-  EXPECT_LT(std::clock() - begin, 30 * CLOCKS_PER_SEC);
+  EXPECT_LT(std::clock() - begin, 6 * CLOCKS_PER_SEC);
 }
 
 TEST(StrictJson, a_list_is_handed_out_element_by_element) {

@@ -270,7 +270,7 @@ TEST(Saver, BEY05_a_file_that_no_load_would_accept_is_not_published) {
   const SharedFolder folder;
   std::vector<test::Whole> wholes;
   for (int number = 0; number < 8000; ++number) {
-    wholes.push_back({std::string(8000, 'n') + std::to_string(number), at::full({1}, number)});
+    wholes.push_back({std::to_string(number) + std::string(8000, 'n'), at::full({1}, number)});
   }
   expect_on_all_ranks<CheckpointError>(
       [&] { CheckpointSaver(group(), folder / "run").save(contents_of(1, test::whole_slices(wholes))); },
