@@ -192,7 +192,7 @@ class FullyShardedCore : public DataParallelCore {
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              ShardGossipOptimizerCore& optimizer, const Group& all);
   void connect_reducer();
-  void regroup(const ShardGroups& groups, int64_t step);
+  void regroup(const ShardGroups& groups, int64_t step, bool filled);
   // Full value of a parameter in the dtype that the optimizer updates. Collective.
   at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;
 

@@ -34,8 +34,9 @@ struct RankMemory {
   int64_t gradients = 0;  // at the end of a step
   int64_t state = 0;      // of the optimizer, including float32 main copies
   int64_t buffers = 0;
+  int64_t second = 0;  // of shards that the rank owns a second time, with PlanOptions::elastic
 
-  int64_t total() const { return parameters + gradients + state + buffers; }
+  int64_t total() const { return parameters + gradients + state + buffers + second; }
 };
 
 struct StrategyPlan {
@@ -50,6 +51,9 @@ struct StrategyPlan {
   PlannedCalls per_step;         // each step after those, unless a scaler skips it
   int hosts = 1;                 // that each have all of it: hybrid
   PlannedCalls between_hosts;    // those of per_step, under hybrid
+  // With PlanOptions::elastic, beside per_step and the commit of Elastic: sums of gradients that go to second owners, sent and
+  // received, and the question whether they have changed since.
+  PlannedCalls to_second_owners;
 
   // Memory of the rank that needs most.
   const RankMemory& largest() const;
@@ -63,6 +67,9 @@ struct PlanOptions {
   std::vector<std::string> strategies{};
   // Hosts of equally many ranks. Only hybrid divides ranks by host, and its hosts use their host transports.
   int hosts = 1;
+  // The ranks are those of an elastic job (shoal/elastic.h). Under fsdp, where they do not share memory, each shard then has a second
+  // owner on another host.
+  bool elastic = false;
   // The ranks are on one host and use its host transport: sharded strategies then hold one copy of the parameters for
   // all of them.
   bool one_host = true;

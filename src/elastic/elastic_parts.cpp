@@ -102,6 +102,7 @@ class WithFSDP : public Wrapped {
                      : Wrapped::lost_shards();
   }
   std::string why_closed() const override {
+    if (optimizer_.has_second_owners()) return "its shards lie on several hosts, none of which could give all of them";
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
@@ -192,6 +193,11 @@ void ElasticParts::commit(bool map) {
   if (sharded_ != nullptr) sharded_->commit(map);
 }
 
+std::shared_ptr<void> ElasticParts::begin_update() {
+  if (sharded_ != nullptr && sharded_->has_second_owners()) sharded_->allow_update();
+  return nullptr;
+}
+
 bool ElasticParts::update_was_refused() const {
   return sharded_ != nullptr && sharded_->update_was_refused();
 }
@@ -238,6 +244,7 @@ int64_t ElasticParts::updated_elements() const {
 
 std::string ElasticParts::in_place_of_lost() const {
   if (sharded_ == nullptr) return "every rank has all parameters and their state";
+  if (sharded_->has_second_owners()) return "its shards were on other ranks, too, and are divided among all that are left";
   return has_replicas() ? "other ranks of its host, if any are left, update its share of the parameters, which other "
                           "hosts have, too"
                         : "the others update its share of the parameters";
@@ -245,6 +252,7 @@ std::string ElasticParts::in_place_of_lost() const {
 
 std::string ElasticParts::lost_shards() const {
   if (sharded_ == nullptr) return "no shard is lost: each rank that is left has all parameters and their state";
+  if (sharded_->has_second_owners()) return "each shard was on two ranks, and is lost where both have ended";
   return has_replicas() ? "no shard is lost: each host that is left has all parameters and their state"
                         : "no shard is lost: the ranks that are left have all parameters and their state";
 }

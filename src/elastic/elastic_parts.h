@@ -56,8 +56,10 @@ class ElasticParts {
   // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.
   virtual void regroup(const Group& group, int64_t step) = 0;
 
-  // Whether a step that one rank has begun to update needs its commit() on all.
+  // Whether each rank updates only its share.
   bool sharded() const { return sharded_ != nullptr; }
+  // Whether a rank that has the gradients of a step can finish it by itself. Otherwise all need commit().
+  bool finishes_alone() const { return sharded_ == nullptr || sharded_->has_second_owners(); }
   // Once the world is that of an elastic job. Collective.
   virtual void guard();
   // While true, what needs all shares of a rank is refused.
@@ -80,7 +82,7 @@ class ElasticParts {
   virtual bool is_broken() const { return reducer() != nullptr && reducer()->broken(); }
   // Scope of the update; nothing if none is needed. After an update that returned, check_update() throws UsageError if it
   // left out what it must do.
-  virtual std::shared_ptr<void> begin_update() { return nullptr; }
+  virtual std::shared_ptr<void> begin_update();
   virtual void check_update() const {}
 
   // What ranks exchange after an update. exchange() communicates, changes nothing, and may be repeated; apply_exchange(),

@@ -37,7 +37,7 @@ void Elastic::State::commit() {
   } catch (const UsageError&) {
     if (!earlier.found()) throw;  // else all ranks are told what is wrong
   }
-  if (!parts->sharded() && !earlier.found()) {
+  if (parts->finishes_alone() && !earlier.found()) {
     // A program may have caught the error of a backward that a death has cut off.
     const bool reduced = parts->reductions() > reductions_before;
     ready = !parts->reduces() ? Ready::if_another_has : reduced ? Ready::yes : Ready::no;

@@ -49,6 +49,13 @@ std::string Plan::table() const {
         "\n{}: each of {} hosts has all of it; of a rank's collectives and bytes, {} and {} are between hosts\n",
         plan.strategy, plan.hosts, plan.between_hosts.calls, plan.between_hosts.bytes);
   }
+  for (const auto& plan : strategies) {
+    if (plan.to_second_owners.calls == 0) continue;
+    text += fmt::format(
+        "\n{}: each shard has a second owner: {:.3f} MiB more per rank, and per step {} messages and collectives of {} bytes, "
+        "half of\nwhich the rank sends and half receives while backward computes\n",
+        plan.strategy, plan.largest().second / mebibyte, plan.to_second_owners.calls, plan.to_second_owners.bytes);
+  }
   if (plain > 0) text += fmt::format("\nfrom step {} on; until then gradients travel whole\n", plain);
   if (once) text += "\n* one copy for all ranks of the host\n";
   return text;
@@ -69,7 +76,7 @@ Plan plan(const std::shared_ptr<torch::nn::Module>& module, const OptimizerRecip
   Plan result;
   for (const auto& name : names) {
     result.strategies.push_back(plan_strategy(name, planned, recipe, own_options("plan", name, names, options.training),
-                                              options.ranks, options.hosts, options.one_host));
+                                              options.ranks, options.hosts, options.one_host, options.elastic));
   }
   return result;
 }

@@ -10,6 +10,7 @@
 #include "comm/transport/dry_run.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
+#include "engine/sharded/second_copies.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "module/units.h"
 #include "planning/arrival.h"
@@ -33,8 +34,9 @@ int64_t element_bytes(const Gradient& gradient) {
 
 class Planner {
  public:
-  // parts: with the group of those that share one copy of the model. hosts: copies.
-  Planner(TrainingParts parts, PlannedModule& planned, int hosts, bool one_host)
+  // parts: with the group of those that share one copy of the model. hosts: copies. second: by rank, of its shards; empty: they have
+  // no second owners.
+  Planner(TrainingParts parts, PlannedModule& planned, int hosts, bool one_host, std::vector<int> second)
       : parts_(std::move(parts)),
         planned_(planned),
         model_(*parts_.module),
@@ -43,6 +45,7 @@ class Planner {
         tensors_(walk(model_, parts_.options.ignored)),
         gradients_(gradients_of(tensors_)),
         groups_(groups_of(parts_)),
+        second_(std::move(second)),
         state_bytes_(parts_.recipe, groups_) {
     for (size_t number = 0; number < groups_.size(); ++number) {
       for (const auto& parameter : groups_[number].params()) param_groups_[parameter.unsafeGetTensorImpl()] = number;
@@ -256,8 +259,28 @@ class Planner {
           memory.state += state_bytes({slice.in_piece.size()}, parameter);
         }
       }
+      if (!second_.empty()) add_second_owners(members, layout);
     }
+    if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((1 + 2 * second_.size()) * sizeof(double)));
     return calls;
+  }
+
+  // What a rank holds for another one of a bucket, and the messages of rank 0.
+  void add_second_owners(const std::vector<size_t>& members, const FlatLayout& layout) {
+    const auto sum_bytes = element_bytes(gradients_[members.front()]);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const auto range = cut() ? layout.part(rank) : Range{0, owners_[members.front()] == rank ? layout.size() : 0};
+      if (range.empty()) continue;
+      auto& memory = plan_.ranks[second_[rank]];
+      memory.second += range.size() * sum_bytes;
+      for (const auto& slice : layout.overlapping(range)) {
+        const auto& parameter = parameters_[members[slice.piece]];
+        const auto sizes = cut() ? std::vector{slice.in_piece.size()} : parameter.sizes().vec();
+        memory.second += slice.in_piece.size() * parameter.element_size() + state_bytes(sizes, parameter);
+      }
+      if (rank == 0) plan_.to_second_owners.add(range.size() * sum_bytes);
+      if (second_[rank] == 0) plan_.to_second_owners.add(range.size() * sum_bytes);
+    }
   }
 
   FlatLayout layout_of(const std::vector<size_t>& members, bool scattered) const {
@@ -315,6 +338,7 @@ class Planner {
   ModuleTensors tensors_;
   std::vector<Gradient> gradients_;
   OptimizerRecipe::ParamGroups groups_;
+  std::vector<int> second_;
   StateBytes state_bytes_;
   std::map<const c10::TensorImpl*, size_t> param_groups_;
   std::vector<at::Tensor> parameters_;
@@ -325,7 +349,7 @@ class Planner {
 }  // namespace
 
 StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, const OptimizerRecipe& recipe,
-                           const TrainingOptions& training, int ranks, int hosts, bool one_host) {
+                           const TrainingOptions& training, int ranks, int hosts, bool one_host, bool elastic) {
   const auto names = plannable_strategies();
   if (std::find(names.begin(), names.end(), strategy) == names.end()) {
     throw UsageError(
@@ -354,7 +378,13 @@ StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, 
                       .group = dry_run_group(ranks / copies),
                       .options = training,
                       .values = std::move(values)};
-  return Planner(std::move(parts), planned, copies, one_host).make();
+  std::vector<int> second;
+  if (elastic && strategy == "fsdp" && !one_host && ranks > 1) {
+    std::vector<int> host_of;
+    for (int rank = 0; rank < ranks; ++rank) host_of.push_back(rank / (ranks / hosts));
+    second = second_owners(host_of);
+  }
+  return Planner(std::move(parts), planned, copies, one_host, std::move(second)).make();
 }
 
 }  // namespace shoal

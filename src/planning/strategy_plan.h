@@ -19,6 +19,6 @@ struct PlannedModule {
 // training: with the options of this strategy alone. Runs the module's forward and backward where buckets follow the
 // order of gradients and it is not known yet. Errors as those of plan().
 StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, const OptimizerRecipe& recipe,
-                           const TrainingOptions& training, int ranks, int hosts, bool one_host);
+                           const TrainingOptions& training, int ranks, int hosts, bool one_host, bool elastic = false);
 
 }  // namespace shoal

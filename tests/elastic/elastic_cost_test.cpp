@@ -8,6 +8,7 @@
 
 #include "shoal/elastic.h"
 #include "shoal/optim.h"
+#include "shoal/plan.h"
 #include "shoal/training.h"
 #include "tests/support/forked_ranks.h"
 #include "tests/support/page_meter.h"
@@ -17,7 +18,6 @@ namespace {
 
 constexpr int64_t layers = 24;
 constexpr int64_t width = 512;
-constexpr int ranks = 2;
 
 struct StackImpl : torch::nn::Module {
   StackImpl() {
@@ -73,9 +73,12 @@ std::string measure(const World& world, const std::string& strategy, bool elasti
   return fmt::format("{} {} {}", end.calls - start.calls, end.bytes - start.bytes, pages);
 }
 
-Cost cost_of(const std::string& strategy, bool elastic) {
+Cost cost_of(const std::string& strategy, bool elastic, int ranks = 2, const std::string& transport = "auto") {
   Cost all;
-  const auto ended = test::run_ranks(ranks, [&](const World& world) { return measure(world, strategy, elastic); });
+  WorldOptions options;
+  options.transport = transport;
+  const auto ended = test::run_ranks(
+      ranks, [&](const World& world) { return measure(world, strategy, elastic); }, {}, options);
   for (const auto& rank : ended) {
     Cost one;
     std::istringstream(rank.text) >> one.calls >> one.sent >> one.pages;
@@ -104,6 +107,29 @@ TEST_P(ElasticCost, ELA03_a_step_sends_no_more_than_its_commit_and_memory_is_wit
   fmt::print("{}: memory {:.1f} MiB without, {:.1f} MiB with Elastic, {:.3f} times\n", GetParam(),
              static_cast<double>(plain.pages) / (1 << 20), static_cast<double>(guarded.pages) / (1 << 20), ratio);
   EXPECT_LE(ratio, 1.05);
+}
+
+// Each rank holds a third of the model a second time.
+TEST(ElasticSecondOwnerCost, ELA04_second_owners_take_the_memory_and_the_messages_that_plan_says) {
+  constexpr int ranks = 3;
+  const auto planned = plan(Stack(), optimizer_recipe<FusedAdamW>(1e-3),
+                            {.ranks = ranks, .strategies = {"fsdp"}, .elastic = true, .one_host = false})
+                           .strategies.front();
+  constexpr int64_t bytes_per_element = 4 + 4 + 8;  // gradient, parameter, AdamW's state
+  constexpr int64_t parameters = layers * width * (width + 1);
+  EXPECT_NEAR(static_cast<double>(planned.largest().second), static_cast<double>(parameters * bytes_per_element / ranks), 1e5);
+  EXPECT_EQ(planned.to_second_owners.calls, 3);  // one bucket, sent and received, and the question
+  EXPECT_NEAR(static_cast<double>(planned.to_second_owners.bytes), 2.0 * 4 * parameters / ranks, 1e5);
+  const auto plain = cost_of("fsdp", false, ranks, "tcp");
+  const auto guarded = cost_of("fsdp", true, ranks, "tcp");
+  const auto commit_bytes = static_cast<int64_t>(sizeof(double)) * (11 + ranks);
+  EXPECT_EQ(guarded.calls - plain.calls, measured_steps * (planned.to_second_owners.calls + 1));
+  EXPECT_EQ(guarded.sent - plain.sent, measured_steps * (planned.to_second_owners.bytes + commit_bytes));
+  if (test::counts_freed_memory) return;
+  const auto more = static_cast<double>(guarded.pages - plain.pages) / ranks;
+  fmt::print("second owners: {:.1f} MiB more per rank, {:.1f} planned\n", more / (1 << 20),
+             static_cast<double>(planned.largest().second) / (1 << 20));
+  EXPECT_NEAR(more, static_cast<double>(planned.largest().second), 0.1 * static_cast<double>(planned.largest().second));
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -362,12 +363,15 @@ inline std::string train(const World& world, Record& record, int epochs, const s
           reached(Moment::before_update);
           chunk = 0;
           own = wrapped.share() != nullptr ? chunks_of(*wrapped.share(), trained.optimizer != "lamb") : 0;
+          if (wrapped.has_second_owners()) own = 1;
           wrapped.step();
           reached(Moment::after_update);
         };
         if (!elastic.step(static_cast<int64_t>(batch->size()), compute, update)) break;
-        entry.hash = hash_of(elastic.together([&] { return wrapped.state(*net); }), *net);
-        entry.sum = sum_of(*net);
+        std::tie(entry.hash, entry.sum) = elastic.together([&] {
+          const auto state = wrapped.state(*net);
+          return std::pair(hash_of(state, *net), sum_of(*net));
+        });
         entry.at = now();
         record.complete[self].add(entry);
         optimizer.zero_grad();

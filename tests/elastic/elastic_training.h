@@ -134,10 +134,11 @@ struct Trained {
   bool is_fsdp() const {
     return sharding == Sharding::fsdp || sharding == Sharding::hybrid || sharding == Sharding::gossip;
   }
-  // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP takes in their order.
+  // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP and FSDP take in their order.
   bool sums_by_host(bool equal_hosts) const {
     return sharding == Sharding::hybrid || sharding == Sharding::zero2_by_host ||
-           sharding == Sharding::megatron_by_host || (sharding == Sharding::zero1_by_host && equal_hosts);
+           sharding == Sharding::megatron_by_host ||
+           ((sharding == Sharding::zero1_by_host || sharding == Sharding::fsdp) && equal_hosts);
   }
   bool is_megatron() const { return sharding == Sharding::megatron || sharding == Sharding::megatron_by_host; }
   bool is_zero2() const { return sharding == Sharding::zero2 || sharding == Sharding::zero2_by_host; }
@@ -226,6 +227,11 @@ struct Wrapped {
   DistributedOptimizerCore* megatron() const { return dynamic_cast<DistributedOptimizerCore*>(optimizer.get()); }
   // That of a strategy whose ranks own ranges.
   ShardedOptimizerCore* by_range() const { return dynamic_cast<ShardedOptimizerCore*>(optimizer.get()); }
+  // Whether a rank updates what another one owns, too, all at once.
+  bool has_second_owners() const {
+    const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(optimizer.get());
+    return sharded != nullptr && sharded->has_second_owners();
+  }
   const torch::optim::Optimizer* share() const {
     const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(optimizer.get());
     return sharded != nullptr ? &sharded->local_optimizer() : nullptr;

@@ -61,7 +61,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
 
   // For Elastic. From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves
   // to memory that the ranks share. Collective.
-  void guard();
+  virtual void guard();
   // Steps are as before Elastic from now on. Not collective.
   virtual void unguard();
   // While true, clipping is refused: gradients are those of some of a rank's shares.
@@ -83,6 +83,10 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   bool has_replicas() const;
   void map_on_host(bool map);
   bool commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide);
+  // Whether each share is updated by two ranks, which share no memory. A rank that has come through prepare_commit() can then finish
+  // its step by itself: allow_update(), step(). No rank needs commit().
+  bool has_second_owners() const;
+  void allow_update();
   // Options that ranks must have in common, beside those of the param groups: one line each.
   std::vector<std::string> description() const;
   bool has_scaler() const;
@@ -152,6 +156,9 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
 
   // For Elastic: whether grad() of the parameter stands for a gradient in a buffer that has not been zeroed.
   bool has_buffered_gradient(const at::Tensor& parameter) const;
+  // Where parameters are pages, ranks become second owners of what others own.
+  void guard() override;
+  void unguard() override;
 
  protected:
   // groups: param groups of the parameters in state's modules. Collective.
@@ -160,6 +167,9 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   State& state() const;
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
+  // With second owners: all ranks learn whose shards count, the former ones or those of a change that has failed. Call it first in a
+  // change. Collective over the ranks that are left.
+  void begin_regroup(const Group& group);
   // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
   // `step` steps. everybody: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
   void regroup(const Group& group, const Group& everybody, std::vector<std::shared_ptr<ShardedModule>> modules,
@@ -167,6 +177,8 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
 
  private:
   void connect_clipping();
+  void follow(const Group& group, const Group& everybody);
+  void take_over_from_owners(int64_t step);
   double clip_grad_norm(double max_norm, double norm_type);
 };
 

@@ -30,6 +30,7 @@ struct CommandOptions {
   std::optional<double> params;
   std::string strategy = "all";
   int hosts = 1;
+  bool elastic = false;
   std::string json;
   TrainOptions train;
 };
@@ -118,6 +119,7 @@ Json json_of(const StrategyPlan& plan) {
   put("grads_bytes", &RankMemory::gradients);
   put("state_bytes", &RankMemory::state);
   put("buffers_bytes", &RankMemory::buffers);
+  if (plan.to_second_owners.calls > 0) put("second_bytes", &RankMemory::second);
   memory["params_once_per_host"] = plan.parameters_once;
   memory["params_gathered"] = plan.gathers;
   memory["host_bytes"] = plan.total();
@@ -130,7 +132,8 @@ Json json_of(const StrategyPlan& plan) {
             {"plain_steps", plan.plain_steps},
             {"plain_step", json_of(plan.plain_step)},
             {"per_step", json_of(plan.per_step)},
-            {"between_hosts", json_of(plan.between_hosts)}}}};
+            {"between_hosts", json_of(plan.between_hosts)},
+            {"to_second_owners", json_of(plan.to_second_owners)}}}};
 }
 
 // Loss of a short sample, for the order of gradients.
@@ -186,7 +189,8 @@ int plan_built_in(const CommandOptions& options) {
       planned = {.module = model, .loss = short_loss(train, model)};
     }
     plan.strategies.push_back(
-        plan_strategy(strategy, planned, recipe_of(train), train.training_options(), ranks, options.hosts, one_host));
+        plan_strategy(strategy, planned, recipe_of(train), train.training_options(), ranks, options.hosts, one_host,
+                      options.elastic));
     report["strategies"].push_back(json_of(plan.strategies.back()));
     progress.update(1, strategy);
   }
@@ -251,6 +255,10 @@ void add_plan_command(CLI::App& app, Action& chosen) {
           "hosts of equally many ranks: hybrid has all shards on each; other strategies send between any two ranks")
       ->excludes(number)
       ->capture_default_str();
+  command
+      ->add_flag("--elastic", options->elastic,
+                 "of an elastic job: under fsdp on several hosts, each shard has a second owner on another one")
+      ->excludes(number);
   command->add_option("--strategy", options->strategy, fmt::format("strategy: {}", fmt::join(plannable(), ", ")))
       ->capture_default_str();
   command

@@ -217,11 +217,16 @@ void Pager::before_write(std::string_view, c10::StorageImpl* memory) {
 void Pager::store(Page& page) {
   if (!std::exchange(page.dirty, false) || page.state != State::unsharded) return;
   const torch::NoGradGuard no_grad;
+  store_own(page);
+  if (page.source.written) page.source.written(page.memory.narrow(0, 0, page.numel));
+}
+
+void Pager::store_own(const Page& page) const {
   if (page.source.own.defined()) {
     const auto numel = page.source.own.numel();
     page.source.own.copy_(page.memory.narrow(0, page.source.root < 0 ? numel * group_.rank() : 0, numel));
   }
-  if (page.source.written) page.source.written(page.memory.narrow(0, 0, page.numel));
+  if (page.source.stored) page.source.stored(page.memory.narrow(0, 0, page.numel));
 }
 
 Pager::Page& Pager::page_of(const at::Tensor& page) const {
@@ -245,7 +250,7 @@ void Pager::forget_writes(const at::Tensor& page) {
 
 void Pager::forget_writer(const at::Tensor& page) {
   const std::lock_guard lock(mutex_);
-  page_of(page).source.written = nullptr;
+  page_of(page).source.written = page_of(page).source.stored = nullptr;
 }
 
 void Pager::end_use(std::span<c10::StorageImpl* const> memory) noexcept {
@@ -379,10 +384,7 @@ void Pager::reshard_all(bool store) {
   for (const auto index : std::exchange(unsharded_, {})) {
     auto& page = *pages_[index];
     --page.users;
-    if (!store || !page.source.own.defined()) continue;
-    const auto numel = page.source.own.numel();
-    const auto begin = page.source.root < 0 ? numel * group_.rank() : 0;
-    page.source.own.copy_(page.memory.narrow(0, begin, numel));
+    if (store) store_own(page);
   }
   // Other writes are dropped. Ranks that held nothing have other pages in memory, so all pages are resharded.
   for (size_t index = 0; index < pages_.size(); ++index) {

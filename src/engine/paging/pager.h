@@ -36,6 +36,7 @@ struct PageSource {
   at::Tensor own;  // this rank's shard, an equal part of the page, contiguous; with a root: the full page, on the root
   int root = -1;   // rank of the group that owns the full page; -1: every rank owns a shard
   std::function<void(const at::Tensor& page)> written{};  // see Pager::store_writes
+  std::function<void(const at::Tensor& page)> stored{};   // called when `own` has taken the page's values
 };
 
 // A page is a flat tensor whose memory is allocated and freed while the tensor and its views keep their identity.
@@ -77,7 +78,7 @@ class Pager : private MemoryUser {
   // automatically before a page is freed.
   void store_writes(const at::Tensor& page);
   void forget_writes(const at::Tensor& page);
-  // Removes PageSource::written, whose owner has been destroyed.
+  // Removes PageSource::written and stored, whose owner has been destroyed.
   void forget_writer(const at::Tensor& page);
   // While off, writes are not detected, and are lost.
   void notice_writes(bool on) { notices_ = on; }
@@ -116,6 +117,7 @@ class Pager : private MemoryUser {
   void before_write(std::string_view op, c10::StorageImpl* memory) override;
   void end_use(std::span<c10::StorageImpl* const> memory) noexcept override;
   void store(Page& page);
+  void store_own(const Page& page) const;
   Page& page_of(const at::Tensor& page) const;
   void require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const;
   void unuse(std::span<c10::StorageImpl* const> memory);

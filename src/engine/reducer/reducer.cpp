@@ -249,7 +249,9 @@ void Reducer::issue(size_t index) {
                                              issued_weight(), label(index));
   } else {
     if (bucket.trailer().defined()) write(bucket.trailer());
-    step_->schedule.set_sum(index, with_held(index, reduction_->reduce(bucket, label(index))));
+    auto sum = with_held(index, reduction_->reduce(bucket, label(index)));
+    if (callbacks.after_sum) sum = callbacks.after_sum(std::move(sum), index, label(index));
+    step_->schedule.set_sum(index, std::move(sum));
   }
 }
 

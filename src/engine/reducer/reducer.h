@@ -63,6 +63,9 @@ struct ReducerCallbacks {
   std::function<bool(bool last)> may_leave = [](bool) { return true; };
   // Called after a step was abandoned on all ranks, before the backward throws StepAbandoned.
   std::function<void()> after_abandoned = [] {};
+  // Chains messages between ranks to the reduction of a bucket, which begin in the order of buckets as soon as each is reduced;
+  // nullptr: there are none.
+  std::function<PendingExchange(PendingExchange sum, size_t bucket, const Label& label)> after_sum{};
 };
 
 // Averages gradients over a group while backward runs.

@@ -48,6 +48,7 @@ void Reducer::detach() {
   callbacks.holds_back = [] { return false; };
   callbacks.before_writing = [] {};
   callbacks.before_waiting = [] {};
+  callbacks.after_sum = {};
 }
 
 void Reducer::require_seen_gradients() const {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "engine/reducer/reducer.h"
 #include "memory/views.h"
@@ -116,6 +117,8 @@ void Reducer::release_finished(bool all) {
   if (reduction_->plan().everywhere() && !step_->early) return;
   while (const auto index = step_->schedule.take_back(all)) {
     if (step_->early) take_early(*index);
+    auto& sum = step_->schedule.sums()[*index];
+    if (callbacks.after_sum && sum.next_stage) sum = std::exchange(sum.next_stage, {})();
     if (!buckets_[*index].transient() || buckets_.all_frozen(*index)) continue;
     buckets_.release(*index);
     // Gradients of a bucket may arrive before the last one of the bucket before. Where ranks share memory, that bucket's

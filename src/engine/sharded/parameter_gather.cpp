@@ -136,7 +136,7 @@ class InGradients : public ParameterGather, private MemoryUser {
 class InPages : public ParameterGather {
  public:
   InPages(std::shared_ptr<Pager> pager, std::vector<at::Tensor> parameters, const FlatLayout& layout,
-          const std::vector<Range>& owners, int rank, const std::string& name)
+          const std::vector<Range>& owners, int rank, const std::string& name, bool filled)
       : pager_(std::move(pager)), parameters_(std::move(parameters)), own_range_(owners[rank]) {
     const torch::NoGradGuard no_grad;
     const auto options = parameters_.front().options().requires_grad(false);
@@ -147,12 +147,16 @@ class InPages : public ParameterGather {
     if (cut || own_range_ == all) {
       own_ = at::zeros({own_range_.size()}, options);
       for (const auto& slice : layout.overlapping(own_range_)) {
+        if (!filled) break;
         elements(slice).copy_(
             in_memory_order(parameters_[slice.piece]).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
       }
       source.own = own_;
     }
     source.written = [this](const at::Tensor& memory) { note_written(memory); };
+    source.stored = [this](const at::Tensor& memory) {
+      for (const auto& held : held_) at::Tensor(held.values).copy_(part_of(memory, held.range));
+    };
     page_ = pager_->add(layout.size(), options, std::move(source));
     for (size_t piece = 0; piece < parameters_.size(); ++piece) {
       auto& parameter = parameters_[piece];
@@ -167,9 +171,18 @@ class InPages : public ParameterGather {
   InPages& operator=(const InPages&) = delete;
 
   at::Tensor elements(const Slice& slice) const override {
-    return own_.narrow(0, slice.in_flat.begin - own_range_.begin, slice.in_flat.size());
+    for (const auto& held : held_) {
+      if (held.range.contains(slice.in_flat.begin)) return part_of(held.values, slice.in_flat, held.range.begin);
+    }
+    return part_of(own_, slice.in_flat, own_range_.begin);
   }
   at::Tensor outgoing(const Slice& slice) const override { return elements(slice); }
+  void hold(std::vector<Range> ranges) override {
+    held_.clear();
+    for (const auto& range : ranges) {
+      held_.push_back({range, at::zeros({range.size()}, page_.options().requires_grad(false))});
+    }
+  }
   void publish(const Label&) override { pager_->invalidate(page_); }
   void wait(const Label&) override {}
   std::vector<at::Tensor> awaited() const override { return {}; }
@@ -196,13 +209,8 @@ class InPages : public ParameterGather {
     pager_->store_writes(page_);
     for (size_t piece = 0; piece < parameters_.size(); ++piece) {
       if (!replaced(piece)) continue;
-      const auto mine = ranges_[piece].intersect(own_range_);
-      if (!mine.empty() && own_.defined()) {
-        auto values = at::empty_strided(homes_[piece].sizes(), homes_[piece].strides(), own_.options());
-        own_.narrow(0, mine.begin - own_range_.begin, mine.size())
-            .copy_(in_memory_order(values.copy_(parameters_[piece]))
-                       .narrow(0, mine.begin - ranges_[piece].begin, mine.size()));
-      }
+      if (own_.defined()) take(piece, own_, own_range_);
+      for (const auto& held : held_) take(piece, held.values, held.range);
       parameters_[piece].set_data(homes_[piece]);
     }
     watch_.note();
@@ -213,6 +221,23 @@ class InPages : public ParameterGather {
   void notice_writes(bool on) override { pager_->notice_writes(on); }
 
  private:
+  // What other ranks own, in the parameters' dtype.
+  struct Held {
+    Range range;
+    at::Tensor values;
+  };
+
+  static at::Tensor part_of(const at::Tensor& memory, const Range& range, int64_t begin = 0) {
+    return memory.narrow(0, range.begin - begin, range.size());
+  }
+  // The current values of a parameter to `memory`, which has the elements of `range`.
+  void take(size_t piece, const at::Tensor& memory, const Range& range) const {
+    const auto common = ranges_[piece].intersect(range);
+    if (common.empty()) return;
+    auto values = at::empty_strided(homes_[piece].sizes(), homes_[piece].strides(), memory.options());
+    part_of(memory, common, range.begin)
+        .copy_(part_of(in_memory_order(values.copy_(parameters_[piece])), common, ranges_[piece].begin));
+  }
   bool replaced(size_t piece) const { return !same_view(parameters_[piece], homes_[piece]); }
   void note_written(const at::Tensor& memory) {
     digests_.clear();
@@ -225,6 +250,7 @@ class InPages : public ParameterGather {
   std::vector<at::Tensor> parameters_;
   Range own_range_;
   at::Tensor own_;   // this rank's elements, in the parameters' dtype
+  std::vector<Held> held_;
   at::Tensor page_;  // all elements
   std::vector<Range> ranges_;
   std::vector<at::Tensor> homes_;  // on the page
@@ -247,8 +273,8 @@ std::unique_ptr<ParameterGather> gather_in_gradients(const Group& group, std::ve
 
 std::unique_ptr<ParameterGather> gather_in_pages(std::shared_ptr<Pager> pager, std::vector<at::Tensor> parameters,
                                                  const FlatLayout& layout, const std::vector<Range>& owners, int rank,
-                                                 const std::string& name) {
-  return std::make_unique<InPages>(std::move(pager), std::move(parameters), layout, owners, rank, name);
+                                                 const std::string& name, bool filled) {
+  return std::make_unique<InPages>(std::move(pager), std::move(parameters), layout, owners, rank, name, filled);
 }
 
 }  // namespace shoal

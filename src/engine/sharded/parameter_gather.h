@@ -39,6 +39,10 @@ class ParameterGather {
   virtual void make_private() {}
   virtual void end_private(bool /*keep*/) {}
 
+  // For elastic jobs, of pages: elements() has those of these ranges, too, zeros at first, which other ranks own. What is written to
+  // the page reaches them.
+  virtual void hold(std::vector<Range> /*ranges*/) {}
+
   // True if other ranks see this rank's elements change as they are written, before publish().
   virtual bool shared() const { return false; }
   // The pager, if the parameters are pages.
@@ -58,9 +62,10 @@ std::unique_ptr<ParameterGather> gather_in_gradients(const Group& group, std::ve
                                                      const Bucket& bucket);
 
 // Turns the parameters into views of a page, of which this rank keeps only its own range. owners: ranges of the layout
-// by rank, equal parts or everything for one rank. Each rank's current values count for its own range.
+// by rank, equal parts or everything for one rank. Each rank's current values count for its own range; unless `filled`, they are not
+// read, and elements are zero.
 std::unique_ptr<ParameterGather> gather_in_pages(std::shared_ptr<Pager> pager, std::vector<at::Tensor> parameters,
                                                  const FlatLayout& layout, const std::vector<Range>& owners, int rank,
-                                                 const std::string& name);
+                                                 const std::string& name, bool filled = true);
 
 }  // namespace shoal

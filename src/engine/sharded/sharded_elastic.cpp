@@ -47,6 +47,7 @@ bool ShardedOptimizerBase::prepare_commit() {
   state.commit.mixed_in.clear();
   complete_gradients();
   state.commit.prepared = prepare_update(state.own_scaler(), state.clip_grad);
+  state.seal_gradients();
   return state.guarded && state.guarded->prepare(state.commit.mixed_in);
 }
 
@@ -60,11 +61,20 @@ bool ShardedOptimizerBase::update_was_refused() const {
 
 bool ShardedOptimizerBase::misses_update() const {
   const auto& guarded = state_->guarded;
+  if (state_->has_second()) return state_->commit.passed;
   return guarded && !guarded->is_updated() && !guarded->is_left_by_all();
 }
 
 bool ShardedOptimizerBase::has_replicas() const {
   return state_->has_replicas();
+}
+
+bool ShardedOptimizerBase::has_second_owners() const {
+  return state_->has_second();
+}
+
+void ShardedOptimizerBase::allow_update() {
+  state_->commit.passed = true;
 }
 
 void ShardedOptimizerBase::map_on_host(bool map) {
@@ -103,9 +113,10 @@ ShardedStep ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_
                      "clip_grad_norm() in the first function of Elastic::step()");
   }
   const torch::NoGradGuard no_grad;
-  state.begin_step();
+  if (!state.has_second()) state.begin_step();  // it waits for readers of pages, and prepare_commit() has done so
   adopt_changes();
   state.take_gradients();  // shows what has been dropped or zeroed since
+  state.require_sealed();
   const auto result = *state.commit.prepared;
   const bool updates = result.updated || moves_without_update();
   if (updates && state.guarded) state.guarded->require_committed_gradients();
@@ -249,13 +260,8 @@ void ShardedOptimizerCore::require_regroupable() const {
                   state().name));
 }
 
-void ShardedOptimizerCore::regroup(const Group& group, const Group& everybody,
-                                   std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step) {
-  const torch::NoGradGuard no_grad;
+void ShardedOptimizerCore::follow(const Group& group, const Group& everybody) {
   auto& state = this->state();
-  const bool stays_alone = everybody.size() == 1 && !state.has_commit() && !state.alone;
-  const auto* held = stays_alone ? nullptr : &state.held(param_groups_);
-  const auto former = std::exchange(state.modules, std::move(modules));
   state.group = group;
   if (state.everybody) state.everybody = everybody;
   if (!state.scalar_groups.empty()) state.scalar_groups = {group};
@@ -263,6 +269,21 @@ void ShardedOptimizerCore::regroup(const Group& group, const Group& everybody,
   state.finite.reset();
   state.commit.prepared.reset();
   connect_clipping();
+}
+
+void ShardedOptimizerCore::regroup(const Group& group, const Group& everybody,
+                                   std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step) {
+  const torch::NoGradGuard no_grad;
+  auto& state = this->state();
+  if (state.second) {
+    state.modules = std::move(modules);
+    follow(group, everybody);
+    return take_over_from_owners(step);
+  }
+  const bool stays_alone = everybody.size() == 1 && !state.has_commit() && !state.alone;
+  const auto* held = stays_alone ? nullptr : &state.held(param_groups_);
+  const auto former = std::exchange(state.modules, std::move(modules));
+  follow(group, everybody);
   if (stays_alone) {
     state.steps = step;
     for (size_t number = 0; number < former.size(); ++number) state.modules[number]->keep_pieces(*former[number]);

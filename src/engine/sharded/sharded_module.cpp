@@ -51,29 +51,33 @@ void ShardedModule::list_pieces(std::span<const at::Tensor> originals) {
     const auto& bucket = reducer_->buckets()[number];
     const auto& kept = bucket.kept_range();
     for (const auto& slice : bucket.layout().overlapping(kept)) {
-      const auto& parameter = reducer_->gradients()[bucket.members()[slice.piece]].parameter;
-      const auto elements = gathers_[number]->elements(slice);
-      const bool narrow = has_copy(parameter);
-      OwnedPiece piece{.gradient = bucket.members()[slice.piece],
-                       .main = (narrow ? elements.to(at::kFloat) : elements).detach(),
-                       .copied = narrow,
-                       .outgoing = gathers_[number]->outgoing(slice),
-                       .sum = bucket.kept().narrow(0, slice.in_flat.begin - kept.begin, slice.in_flat.size()),
-                       .whole = slice.in_piece.size() == bucket.layout().range(slice.piece).size(),
-                       .elements = elements,
-                       .bucket = number,
-                       .slice = slice};
-      if (narrow && !originals.empty()) piece.main.copy_(originals[piece.gradient]);
-      // A whole parameter keeps its shape: optimizers that are not element-wise look at it.
-      if (piece.whole) {
-        for (auto* tensor : {&piece.main, &piece.sum}) {
-          *tensor = tensor->as_strided(parameter.sizes(), parameter.strides());
-        }
-      }
-      piece.main.set_requires_grad(true);
-      pieces_.push_back(std::move(piece));
+      auto& piece = pieces_.emplace_back(piece_of(number, slice, bucket.kept(), kept.begin));
+      if (!piece.copied || originals.empty()) continue;
+      piece.main.detach().as_strided({piece.main.numel()}, {1}).copy_(originals[piece.gradient]);
     }
   }
+}
+
+OwnedPiece ShardedModule::piece_of(size_t number, const Slice& slice, const at::Tensor& sums, int64_t begin) const {
+  const auto& bucket = reducer_->buckets()[number];
+  const auto& parameter = reducer_->gradients()[bucket.members()[slice.piece]].parameter;
+  const auto elements = gathers_[number]->elements(slice);
+  const bool narrow = has_copy(parameter);
+  OwnedPiece piece{.gradient = bucket.members()[slice.piece],
+                   .main = (narrow ? elements.to(at::kFloat) : elements).detach(),
+                   .copied = narrow,
+                   .outgoing = gathers_[number]->outgoing(slice),
+                   .sum = sums.narrow(0, slice.in_flat.begin - begin, slice.in_flat.size()),
+                   .whole = slice.in_piece.size() == bucket.layout().range(slice.piece).size(),
+                   .elements = elements,
+                   .bucket = number,
+                   .slice = slice};
+  // A whole parameter keeps its shape: optimizers that are not element-wise look at it.
+  if (piece.whole) {
+    for (auto* tensor : {&piece.main, &piece.sum}) *tensor = tensor->as_strided(parameter.sizes(), parameter.strides());
+  }
+  piece.main.set_requires_grad(true);
+  return piece;
 }
 
 void OwnedPiece::put_out() const {
@@ -123,7 +127,9 @@ void ShardedModule::serve_readers() {
 void ShardedModule::publish(const Label& label) {
   require_going_on();
   first_touch_.touch_all();
-  for (const auto& piece : pieces_) piece.put_out();
+  for (const auto* list : {&pieces_, &second_pieces_}) {
+    for (const auto& piece : *list) piece.put_out();
+  }
   std::for_each(gathers_.rbegin(), gathers_.rend(), [&](const auto& gather) { gather->publish(label); });
 }
 
@@ -263,10 +269,12 @@ void ShardedModule::refresh_copies(const std::vector<std::vector<size_t>>& chang
   const auto holds = [](const std::vector<size_t>& list, size_t piece) {
     return std::find(list.begin(), list.end(), piece) != list.end();
   };
-  for (auto& piece : pieces_) {
-    if (!piece.copied || !holds(changed[piece.bucket], piece.slice.piece)) continue;
-    refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,
-            piece.main.as_strided({piece.main.numel()}, {1}));
+  for (const auto* list : {&pieces_, &second_pieces_}) {
+    for (const auto& piece : *list) {
+      if (!piece.copied || !holds(changed[piece.bucket], piece.slice.piece)) continue;
+      refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,
+              piece.main.as_strided({piece.main.numel()}, {1}));
+    }
   }
   for (size_t number = 0; number < frozen_.size(); ++number) {
     for (const auto& piece : frozen_[number].pieces) {

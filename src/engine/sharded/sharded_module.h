@@ -18,6 +18,8 @@
 
 namespace shoal {
 
+class SecondCopies;
+
 // Shard of a parameter that this rank owns.
 struct OwnedPiece {
   size_t gradient = 0;  // index of the gradient in the reducer
@@ -31,6 +33,8 @@ struct OwnedPiece {
   size_t bucket = 0;    // bucket of these elements
   Slice slice{};        // position in that bucket; in_piece: elements of the parameter, in memory order
   int64_t taken = 0;    // version of `sum` when the optimizer took a copy of it
+  int64_t sealed = 0;   // version of `sum` in the commit of an elastic job with second owners
+  int owner = -1;       // rank that owns it first; -1: this one
   bool counted = true;  // included in norms and counts; false: another rank, which holds the same parameter, includes
                         // it
 
@@ -76,9 +80,14 @@ class ShardedModule {
   Reducer& reducer() { return *reducer_; }
   const Reducer& reducer() const { return *reducer_; }
   std::vector<OwnedPiece>& pieces() { return pieces_; }
+  // What this rank owns a second time, see hold_second(): not counted, and not published.
+  std::vector<OwnedPiece>& second_pieces() { return second_pieces_; }
 
   // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler.
   std::function<double(double max_norm, double norm_type)> clip_without_scale{};
+
+  // Clips gradients to which `norm` belongs: these sums, and the second copies of other ranks' sums.
+  void clip_sums(std::vector<at::Tensor> sums, double norm, double max_norm);
 
   // True if other ranks see this rank's shards change as they are written, so that it must not write while they may
   // read.
@@ -140,8 +149,20 @@ class ShardedModule {
   // Takes over what the optimizer updates from a module that is divided alike, so that the optimizer's tensors stay.
   void keep_pieces(const ShardedModule& former);
 
+  // For elastic jobs whose ranks share no memory: whether parameters are pages.
+  bool has_pages() const;
+  // From now on this rank owns a second time what others own (second_owners()), and gets their sums. Values are the caller's to fill
+  // in. drop_second(): no longer.
+  void hold_second();
+  void drop_second();
+  // Sums of second pieces are as their first owners have them. DisagreeError if some elements that are looked at, others in each step,
+  // have other values. Collective.
+  void complete_second(const Label& label);
+
  private:
   void list_pieces(std::span<const at::Tensor> originals);
+  // sums: of the bucket's elements from `begin` on.
+  OwnedPiece piece_of(size_t bucket, const Slice& slice, const at::Tensor& sums, int64_t begin) const;
 
   struct Known {
     std::vector<std::string> names;
@@ -163,6 +184,8 @@ class ShardedModule {
   KnownModule known_;
   bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
+  std::vector<OwnedPiece> second_pieces_;
+  std::shared_ptr<SecondCopies> second_{};
   std::vector<at::Tensor> copies_;  // by bucket: float32 copies of all ranks' elements; undefined: there are none
   std::vector<Reducer::Remains> remains_;  // of gradients, when this module was retired
   bool lent_ = false;

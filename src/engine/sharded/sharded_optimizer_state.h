@@ -40,7 +40,7 @@ struct ShardedOptimizerBase::State {
     std::optional<ShardedStep> prepared{};  // what the step will return, if it is updated
     MixedInTo mixed_in{};                   // by what this rank updates
     bool lone = false;     // this rank is alone on its host, beside others: its steps have a commit, and need no guard
-    bool passed = false;   // of a lone rank
+    bool passed = false;   // of a lone rank, and where shares have second owners
     bool refused = false;  // by step(), before it changed anything
   };
   Commit commit{};
@@ -105,9 +105,16 @@ struct ShardedOptimizerBase::State {
   // all ranks already has been such a meeting. Collective.
   void await_readers() const;
 
+  // Whether ranks own shares of others a second time.
+  virtual bool has_second() const { return false; }
+  // What second owners have of gradients is as the first owners have it. Collective.
+  virtual void complete_second() {}
+  // Gradients must not change any more, which require_sealed() checks: UsageError.
+  virtual void seal_gradients() {}
+  virtual void require_sealed() const {}
   // Whether steps have a commit.
-  bool has_commit() const { return guarded || commit.lone; }
-  // Of a lone rank.
+  bool has_commit() const { return guarded || commit.lone || has_second(); }
+  // Of a rank without a guard.
   void step_alone(bool updates);
   // Whether other hosts have the same commit.
   bool has_replicas() const { return everybody && everybody->size() > group.size(); }

@@ -1,20 +1,32 @@
 #pragma once
 // State of ShardedOptimizerCore: ownership by range.
 
+#include "engine/elastic/estate.h"
 #include "engine/sharded/sharded_module.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 
 namespace shoal {
 
+// Of a rank of an elastic job whose ranks share no memory.
+struct SecondOwnership {
+  int64_t sealed = 0;                 // number of the division of shards that all ranks have come to
+  int64_t made = 0;                   // of one that is complete here, and may have been sealed elsewhere
+  std::optional<Estate> former{};     // what counts while another division is made
+  std::vector<NamedState> updated{};  // state of this rank's shards after the last step
+};
+
 struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
   std::vector<std::shared_ptr<ShardedModule>> modules{};
   std::optional<int64_t> collected{};  // main pieces have the gradients after so many reductions
+  std::optional<SecondOwnership> second{};
 
   using ShardedOptimizerBase::State::State;
   template <class Visit>
   void for_pieces(const Visit& visit) const {
     for (const auto& module : modules) {
-      for (auto& piece : module->pieces()) visit(*module, piece);
+      for (auto* list : {&module->pieces(), &module->second_pieces()}) {
+        for (auto& piece : *list) visit(*module, piece);
+      }
     }
   }
   // Checks grad() before a step. Changes nothing if it throws.
@@ -32,6 +44,12 @@ struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
   void publish() override;
   void end_step(bool scaled) override;
   UpdateTargets shared_targets(const ParamGroups& groups) override;
+  bool has_second() const override { return second.has_value(); }
+  void complete_second() override;
+  void seal_gradients() override;
+  void require_sealed() const override;
+  // This rank's pieces and their state.
+  Estate estate() const;
   std::string advice_on_groups() const override;
   std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const override;
 };

@@ -24,10 +24,16 @@ void FullyShardedCore::require_regroupable() {
   if (shards_->groups.replicated() && options.communication_hook) {
     refuse("a communication_hook between hosts is not supported");
   }
-  if (shards_->pager) {
-    refuse(
-        "its parameters outlive a rank only where the ranks of a host share them: on the CPU, over the transport auto "
-        "or host; over several hosts use hybrid_shard or hybrid_shard_grad_op, of which each host has a copy");
+  if (shards_->pager && shards_->groups.replicated()) {
+    refuse(fmt::format(
+        "sharding_strategy {} needs hosts whose ranks share memory: take the transport auto, or full_shard, of whose "
+        "shards each has a second owner",
+        sharding_name(strategy)));
+  }
+  if (shards_->pager && options.communication_hook) refuse("a communication_hook over sockets is not supported");
+  if (shards_->pager && !shards_->frozen.empty()) {
+    refuse(fmt::format("frozen parameters, such as {}, are not supported over sockets",
+                       shards_->frozen.front().parameters.front().name));
   }
   if (!wrappers_within().empty()) {
     refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
@@ -50,16 +56,17 @@ std::vector<at::Tensor> FullyShardedCore::frozen_copies() const {
   return list;
 }
 
-// The former module keeps its memory until the parameters have moved out of it.
-void FullyShardedCore::regroup(const ShardGroups& groups, int64_t step) {
+// The former module keeps its memory until the parameters have moved out of it. filled: parameters can be read there.
+void FullyShardedCore::regroup(const ShardGroups& groups, int64_t step, bool filled) {
   const auto former = shards_->module;
   auto frozen = std::exchange(shards_->frozen, {});
   const auto& remains = former->retire();
   state().group = groups.all;
   state().entered = false;
   shards_->groups = groups;
+  shards_->pager.reset();
   try {
-    shard_parameters(state(), *shards_, frozen);
+    shard_parameters(state(), *shards_, frozen, filled);
   } catch (...) {
     shards_->frozen = std::move(frozen);  // the next try takes the copies from there
     throw;
@@ -78,16 +85,17 @@ void FullyShardedOptimizerCore::require_own(const FullyShardedCore& parallel) co
 
 void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& parallel, const Group& /*everybody*/) {
   require_own(parallel);
-  ShardedOptimizerCore::require_regroupable();
+  if (parallel.shared()) ShardedOptimizerCore::require_regroupable();
 }
 
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) {
+  begin_regroup(everybody);
   regroup(parallel, make_shard_groups(everybody, parallel.shards_->options), everybody, step);
 }
 
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& everybody,
                                         int64_t step) {
-  parallel.regroup(groups, step);
+  parallel.regroup(groups, step, !has_second_owners());
   ShardedOptimizerCore::regroup(groups.shard, everybody, {parallel.shards_->module}, step);
 }
 

@@ -168,7 +168,7 @@ double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
   const torch::NoGradGuard no_grad;
   const auto sums = summed_gradients();
   const double norm = global_norm(sums, norm_type, module.shard(), {step(), -1, "norm of the gradients"});
-  clip_to_norm(sums, norm, max_norm);
+  module.clip_sums(sums, norm, max_norm);
   return norm;
 }
 

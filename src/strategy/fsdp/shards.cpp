@@ -14,6 +14,7 @@
 #include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
+#include "memory/views.h"
 #include "shoal/deferred_init.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
@@ -116,6 +117,15 @@ void materialize_and_broadcast(const ShardGroups& groups, std::vector<at::Tensor
   if (sync) broadcast_coalesced(groups.all, tensors, 0, {-1, -1, name});
 }
 
+// Memory that can be read, with any values, for parameters that lie on pages of a group that has ended.
+void give_memory(const std::vector<NamedTensor>& parameters) {
+  for (const auto& entry : parameters) {
+    const auto& parameter = entry.tensor;
+    at::Tensor(parameter).set_data(at::empty_strided(parameter.sizes(), dense_strides(parameter),
+                                                     parameter.options().requires_grad(false)));
+  }
+}
+
 // A unit's frozen parameters, grouped by dtype and by whether they get float32 copies.
 std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit, const Originals& originals) {
   std::map<std::pair<at::ScalarType, bool>, std::vector<NamedTensor>> kinds;
@@ -131,7 +141,7 @@ std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit, const Original
 }  // namespace
 
 void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards,
-                      const std::vector<FullyShardedCore::Shards::Frozen>& former) {
+                      const std::vector<FullyShardedCore::Shards::Frozen>& former, bool filled) {
   const torch::NoGradGuard no_grad;
   const auto& groups = shards.groups;
   const auto& shard = groups.shard;
@@ -146,8 +156,9 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       if (!present) check_byte_limit(shards.units, shards.options, shard.size());
     });
   }
+  if (!filled && present) give_memory(state.tensors.parameters);
   Originals originals;
-  if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype, former);
+  if (shards.options.param_dtype && (filled || present)) originals = narrow(state.tensors, *shards.options.param_dtype, former);
   if (shards.options.buffer_dtype && shards.buffer_dtypes.empty()) {
     shards.buffer_dtypes = convert_buffers(state.tensors, *shards.options.buffer_dtype);
   }
@@ -201,7 +212,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   const auto gather = [&](std::vector<at::Tensor> list, const FlatLayout& layout, std::vector<Range> owners,
                           const std::string& name) {
     return present ? gather_in_parameters(shard, std::move(list), layout, std::move(owners), {-1, -1, name})
-                   : gather_in_pages(shards.pager, std::move(list), layout, owners, shard.rank(), name);
+                   : gather_in_pages(shards.pager, std::move(list), layout, owners, shard.rank(), name, filled);
   };
   auto& reducer = *state.reducer;
   const auto& buckets = reducer.buckets();

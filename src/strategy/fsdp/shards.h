@@ -79,9 +79,9 @@ std::string title(const Unit& unit);
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 
 // Shards the parameters of `state` and creates its reducer. former: the frozen parameters, if they were sharded before
-// in an elastic job. Collective.
+// in an elastic job. filled: parameters can be read; otherwise shards have any values, which the caller replaces. Collective.
 void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards,
-                      const std::vector<FullyShardedCore::Shards::Frozen>& former = {});
+                      const std::vector<FullyShardedCore::Shards::Frozen>& former = {}, bool filled = true);
 
 // DisagreeError if ranks that own the same ranges started with different values. Collective.
 void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards);

@@ -209,6 +209,7 @@ void FullyShardedCore::release() {
     shards.groups.shard.barrier(label).wait();  // all ranks have written theirs
   }
   for (const auto& piece : shards.module->pieces()) piece.take_back();
+  for (const auto& piece : shards.module->second_pieces()) piece.take_back();
   for (const auto& frozen : shards.frozen) {
     for (const auto& piece : frozen.pieces) piece.take_back();
   }

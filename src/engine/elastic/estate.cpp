@@ -1,0 +1,163 @@
+#include "engine/elastic/estate.h"
+
+#include <c10/util/accumulate.h>
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+#include "comm/group/text.h"
+#include "memory/views.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr const char* subject = "shards";  // for labels and errors
+constexpr const char* part = "optimizer";  // whose tensors a MemorySource does not copy
+constexpr const char* values_field = "";
+
+std::string slice_name(const std::string& field, const std::string& parameter) {
+  return field + '/' + parameter;
+}
+
+// Elements in the order of the parameter's memory, whatever its shape.
+NamedSlice slice_of(const std::string& field, const Estate::Shard& shard, const at::Tensor& tensor) {
+  const auto& target = shard.target;
+  NamedSlice slice{.name = slice_name(field, shard.name),
+                   .shape = {target.parameter.numel()},
+                   .range = target.range,
+                   .values = in_memory_order(tensor.detach()),
+                   .order = {},
+                   .part = part};
+  if (tensor.numel() == target.range.size()) return slice;
+  if (target.range.size() < target.parameter.numel()) {
+    throw UsageError(
+        fmt::format("Elastic: an element-wise optimizer (shoal::element_wise) keeps {} elements in '{}' for {} of "
+                    "parameter {}, which cannot be cut",
+                    tensor.numel(), field, target.range.size(), shard.name));
+  }
+  slice.shape = tensor.sizes().vec();  // of a whole parameter
+  slice.range = {0, tensor.numel()};
+  return slice;
+}
+
+std::optional<NamedState> state_of(const torch::optim::Optimizer& local, const at::Tensor& values) {
+  const auto found = local.state().find(values.unsafeGetTensorImpl());
+  if (found == local.state().end()) return std::nullopt;
+  return named_state(*found->second);
+}
+
+Json ranges_of(const std::vector<Estate::Shard>& shards) {
+  auto list = Json::array();
+  for (const auto& shard : shards) list.push_back({shard.name, shard.target.range.begin, shard.target.range.end});
+  return list;
+}
+
+// Whether the ranges, in any order, have every element of `wanted`.
+bool cover(std::vector<Range> ranges, const Range& wanted) {
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  auto end = wanted.begin;
+  for (const auto& range : ranges) {
+    if (range.begin <= end) end = std::max(end, range.end);
+  }
+  return end >= wanted.end;
+}
+
+}  // namespace
+
+std::vector<NamedState> Estate::states() const {
+  std::vector<NamedState> list;
+  for (const auto& shard : shards_) list.push_back(state_of(*local_, shard.target.values).value_or(NamedState()));
+  return list;
+}
+
+void Estate::require_complete(const Group& group, const Estate& wanted) const {
+  const Json own{{"held", ranges_of(shards_)}, {"wanted", ranges_of(wanted.shards_)}};
+  std::map<std::string, std::vector<Range>> held, all_wanted;
+  for (const auto& text : all_gather_text(group, own.dump(), {-1, -1, "shards that are left"})) {
+    const auto json = Json::parse(text);
+    for (const auto& [list, ranges] : {std::pair(&json.at("held"), &held), {&json.at("wanted"), &all_wanted}}) {
+      for (const auto& one : *list) (*ranges)[one.at(0)].push_back({one.at(1), one.at(2)});
+    }
+  }
+  std::set<std::string> lost;
+  for (const auto& [name, ranges] : all_wanted) {
+    for (const auto& range : ranges) {
+      if (!cover(held[name], range)) lost.insert(name);
+    }
+  }
+  if (lost.empty()) return;
+  throw JobLost(fmt::format(
+      "both ranks that had shards of {}{} have ended, one before the other's shards had a second owner again: start the "
+      "job again from its last checkpoint",
+      *lost.begin(), lost.size() > 1 ? fmt::format(" and {} more parameters", lost.size() - 1) : ""));
+}
+
+// The numbers of a state are the same for all elements of a parameter, which have been updated equally often.
+CheckpointContents Estate::contents() const {
+  CheckpointContents contents;
+  auto& numbers = contents.rank_state["numbers"] = Json::object();
+  for (const auto& shard : shards_) {
+    contents.slices.push_back(slice_of(values_field, shard, shard.target.values));
+    const auto state = state_of(*local_, shard.target.values);
+    if (!state) continue;
+    numbers[shard.name] = state->numbers;
+    for (const auto& [field, tensor] : state->tensors) contents.slices.push_back(slice_of(field, shard, tensor));
+  }
+  return contents;
+}
+
+void Estate::read(MemorySource& source) const {
+  const auto& index = source.index();
+  const auto read = [&](const StoredTensor& stored, const Range& range, const at::Tensor& to) {
+    source.read(stored, range, static_cast<char*>(to.data_ptr()));
+  };
+  std::map<std::string, std::vector<std::pair<std::string, const StoredTensor*>>> fields;  // by parameter
+  for (const auto& [name, stored] : index.tensors) {
+    const auto slash = name.find('/');
+    if (slash > 0) fields[name.substr(slash + 1)].emplace_back(name.substr(0, slash), &stored);
+  }
+  for (const auto& shard : shards_) {
+    const auto& target = shard.target;
+    read(index.tensors.at(slice_name(values_field, shard.name)), target.range, target.values);
+    NamedState state;
+    for (const auto& [field, stored] : fields[shard.name]) {
+      const auto options = at::TensorOptions(stored->dtype);
+      auto& tensor = state.tensors[field];
+      if (stored->shape == std::vector<int64_t>{target.parameter.numel()}) {
+        tensor = at::empty_strided(target.values.sizes(), dense_strides(target.values), options);
+        read(*stored, target.range, tensor);
+      } else {
+        tensor = at::empty(stored->shape, options);
+        read(*stored, {0, tensor.numel()}, tensor);
+      }
+    }
+    bool exists = !state.tensors.empty();
+    for (const auto& rank : index.rank_states) {
+      const auto& numbers = rank.at("numbers");
+      if (!numbers.contains(shard.name)) continue;
+      exists = true;
+      state.numbers = numbers.at(shard.name).get<std::map<std::string, double>>();
+    }
+    auto* key = target.values.unsafeGetTensorImpl();
+    local_->state().erase(key);
+    if (exists) local_->state()[key] = make_state(*local_, state);
+  }
+}
+
+void Estate::fill(const Group& group, const Estate& wanted) const {
+  const torch::NoGradGuard no_grad;
+  require_complete(group, wanted);
+  MemorySource source(group, subject, HeldContents{contents(), group.rank(), group.size()});
+  source.together([&] { wanted.read(source); });
+  source.close();
+}
+
+}  // namespace shoal

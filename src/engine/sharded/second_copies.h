@@ -1,0 +1,52 @@
+#pragma once
+// Second owners of shards, for elastic jobs whose ranks share no memory, and what they get of gradients.
+
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "engine/reducer/reducer.h"
+#include "shoal/group.h"
+
+namespace shoal {
+
+// By rank, the rank that owns the same a second time: the one at its place on the next host, counted round where that has fewer
+// ranks; with one host, the next rank. hosts: by rank, as returned by hosts_of(). Several ranks at least.
+std::vector<int> second_owners(const std::vector<int>& hosts);
+
+// Sums of gradients that this rank holds a second time. An owner sends its sum of a bucket once the bucket is reduced, while backward
+// computes the next ones. What changes a sum later is noticed by its tensor's version; then complete() sends all sums again.
+class SecondCopies {
+ public:
+  struct Copy {
+    int owner = 0;   // the first one, a rank of the reducer's group
+    Range range{};   // of the bucket's payload
+    at::Tensor sum;  // its elements
+  };
+
+  // reducer: must outlive this object. Its ranks own ranges of buckets, and sum in one stage.
+  explicit SecondCopies(const Reducer& reducer);
+  SecondCopies(const SecondCopies&) = delete;
+  SecondCopies& operator=(const SecondCopies&) = delete;
+
+  const std::vector<Copy>& of(size_t bucket) const { return copies_[bucket]; }
+  // Chains the messages about a bucket to its reduction.
+  PendingExchange follow(PendingExchange sum, size_t bucket, const Label& label);
+  // All copies are as the sums are at present. digests: by first owner, what is known of the values here. DisagreeError if the owners
+  // of a shard know something else. Collective.
+  void complete(const std::map<int, uint64_t>& digests, const Label& label);
+  // Runs `change`, which does the same to this rank's sums and to its copies.
+  void change_alike(const std::function<void()>& change);
+
+ private:
+  PendingExchange exchange(size_t bucket, const Label& label);
+  bool is_current(size_t bucket) const;
+
+  const Reducer& reducer_;
+  Group group_;
+  std::vector<int> owners_;                // by rank, of what it owns: second_owners()
+  std::vector<std::vector<Copy>> copies_;  // by bucket
+  std::vector<uint32_t> sent_;             // by bucket: version of this rank's sum that its holder has
+};
+
+}  // namespace shoal

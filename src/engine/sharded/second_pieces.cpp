@@ -1,0 +1,80 @@
+// Pieces of a sharded module that a rank owns a second time.
+
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "engine/gradients/gradient_norm.h"
+#include "engine/sharded/second_copies.h"
+#include "engine/sharded/sharded_module.h"
+
+namespace shoal {
+namespace {
+
+// Adds the bits of an element to a digest, of another one in each step.
+uint64_t with_element(uint64_t digest, const at::Tensor& values, int64_t step) {
+  if (values.numel() == 0) return digest;
+  constexpr uint64_t odd = 0x9e3779b97f4a7c15U;
+  const auto place = (static_cast<uint64_t>(step) * odd >> 16) % static_cast<uint64_t>(values.numel());
+  uint64_t bits = 0;
+  const auto size = static_cast<size_t>(values.element_size());
+  std::memcpy(&bits, static_cast<const char*>(values.const_data_ptr()) + place * size, std::min(size, sizeof bits));
+  return (digest ^ bits) * odd + 1;
+}
+
+}  // namespace
+
+bool ShardedModule::has_pages() const {
+  return std::any_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->pager() != nullptr; });
+}
+
+void ShardedModule::hold_second() {
+  const torch::NoGradGuard no_grad;
+  second_ = std::make_shared<SecondCopies>(*reducer_);
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    std::vector<Range> ranges;
+    for (const auto& copy : second_->of(number)) ranges.push_back(copy.range);
+    gathers_[number]->hold(std::move(ranges));
+    for (const auto& copy : second_->of(number)) {
+      for (const auto& slice : reducer_->buckets()[number].layout().overlapping(copy.range)) {
+        second_pieces_.push_back(piece_of(number, slice, copy.sum, copy.range.begin));
+        second_pieces_.back().owner = copy.owner;
+        second_pieces_.back().counted = false;
+      }
+    }
+  }
+  reducer_->callbacks.after_sum = [second = second_](PendingExchange sum, size_t bucket, const Label& label) {
+    return second->follow(std::move(sum), bucket, label);
+  };
+}
+
+void ShardedModule::drop_second() {
+  reducer_->callbacks.after_sum = {};
+  second_pieces_.clear();
+  second_.reset();
+  for (const auto& gather : gathers_) gather->hold({});
+}
+
+void ShardedModule::complete_second(const Label& label) {
+  std::map<int, uint64_t> digests;
+  for (const auto* list : {&pieces_, &second_pieces_}) {
+    for (const auto& piece : *list) {
+      auto& digest = digests[piece.owner < 0 ? shard_.rank() : piece.owner];
+      digest = with_element(digest, piece.main, label.step);
+    }
+  }
+  second_->complete(digests, label);
+}
+
+void ShardedModule::clip_sums(std::vector<at::Tensor> sums, double norm, double max_norm) {
+  if (!second_) return clip_to_norm(sums, norm, max_norm);
+  for (const auto& piece : second_pieces_) {
+    if (reducer_->has_sum(piece.gradient)) sums.push_back(piece.sum);
+  }
+  second_->change_alike([&] { clip_to_norm(sums, norm, max_norm); });
+}
+
+}  // namespace shoal
