@@ -33,6 +33,7 @@ VARIANTS = {
     "zero2": ["--strategy", "zero2"],
     "megatron": ["--strategy", "megatron"],
     "fsdp": ["--strategy", "fsdp"],
+    "fsdp-elastic": ["--strategy", "fsdp", "--elastic", "1"],
     "fsdp-bf16": ["--strategy", "fsdp", "--dtype", "bf16_mixed"],
     "ddp": ["--strategy", "ddp"],
     "ddp-bf16": ["--strategy", "ddp", "--compress", "bf16"],

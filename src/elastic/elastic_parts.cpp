@@ -244,7 +244,8 @@ int64_t ElasticParts::updated_elements() const {
 
 std::string ElasticParts::in_place_of_lost() const {
   if (sharded_ == nullptr) return "every rank has all parameters and their state";
-  if (sharded_->has_second_owners()) return "its shards were on other ranks, too, and are divided among all that are left";
+  if (sharded_->has_second_owners())
+    return "its shards were on other ranks, too, and are divided among all that are left";
   return has_replicas() ? "other ranks of its host, if any are left, update its share of the parameters, which other "
                           "hosts have, too"
                         : "the others update its share of the parameters";

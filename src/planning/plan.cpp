@@ -52,7 +52,8 @@ std::string Plan::table() const {
   for (const auto& plan : strategies) {
     if (plan.to_second_owners.calls == 0) continue;
     text += fmt::format(
-        "\n{}: each shard has a second owner: {:.3f} MiB more per rank, and per step {} messages and collectives of {} bytes, "
+        "\n{}: each shard has a second owner: {:.3f} MiB more per rank, and per step {} messages and collectives of {} "
+        "bytes, "
         "half of\nwhich the rank sends and half receives while backward computes\n",
         plan.strategy, plan.largest().second / mebibyte, plan.to_second_owners.calls, plan.to_second_owners.bytes);
   }

@@ -53,9 +53,9 @@ TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_a_rank_ends_at_each_moment_of_a_ste
 
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_a_host_with_one_rank_ends_at_each_moment_of_a_step) {
   int number = 0;
-  for (const auto moment :
-       {Moment::before_forward, Moment::after_forward, Moment::in_backward, Moment::before_commit, Moment::before_update,
-        Moment::spoilt_update, Moment::after_update, Moment::between_steps, Moment::evaluation}) {
+  for (const auto moment : {Moment::before_forward, Moment::after_forward, Moment::in_backward, Moment::before_commit,
+                            Moment::before_update, Moment::spoilt_update, Moment::after_update, Moment::between_steps,
+                            Moment::evaluation}) {
     const auto& trained = fully_sharded[static_cast<size_t>(number) % fully_sharded.size()];
     SCOPED_TRACE(fmt::format("{}, moment {}", name_of(trained), static_cast<int>(moment)));
     die_on_hosts({{1, 1, 1}, number % 2 == 0 ? "auto" : "tcp"}, {{number % 3, moment, 4}}, trained);
@@ -104,10 +104,10 @@ TEST_F(ElasticSecondOwner, ELA10_the_loss_of_both_owners_names_the_shards) {
   record->last_step = 0;
   const auto ended = hosts.wait(20);
   for (const int rank : {0, 3}) {
-    EXPECT_THAT(ended[static_cast<size_t>(rank)].text,
-                testing::AllOf(testing::HasSubstr("both ranks that had shards of first."),
-                               testing::HasSubstr("more parameters have ended"),
-                               testing::HasSubstr("last checkpoint")));
+    EXPECT_THAT(
+        ended[static_cast<size_t>(rank)].text,
+        testing::AllOf(testing::HasSubstr("both ranks that had shards of first."),
+                       testing::HasSubstr("more parameters have ended"), testing::HasSubstr("last checkpoint")));
   }
 }
 
@@ -240,7 +240,10 @@ TEST_F(ElasticSecondOwner, ELA02_gradients_that_change_in_the_update_are_refused
             if (!zeroes) fsdp_of(wrapped).own_gradients()[0].mul_(2);
             wrapped.step();
           };
-          return test::refusal([&] { elastic->step(2, [&] { backward_of(wrapped, x); }, update); });
+          return test::refusal([&] {
+            elastic->step(
+                2, [&] { backward_of(wrapped, x); }, update);
+          });
         },
         over("tcp"));
     for (const auto& one : hosts.wait(20))
@@ -258,7 +261,8 @@ TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_is_loaded_later_is_refused
         const auto elastic = wrapped.elastic(world, quick);
         const auto x = test::inputs_of({1, 2});
         const auto step = [&] {
-          elastic->step(2, [&] { backward_of(wrapped, x); }, [&] { wrapped.step(); });
+          elastic->step(
+              2, [&] { backward_of(wrapped, x); }, [&] { wrapped.step(); });
           wrapped.optimizer->zero_grad();
         };
         step();
@@ -266,7 +270,35 @@ TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_is_loaded_later_is_refused
         return test::refusal(step);
       },
       over("tcp"));
-  for (const auto& one : hosts.wait(20)) EXPECT_THAT(one.text, testing::HasSubstr("load it before Elastic is constructed"));
+  for (const auto& one : hosts.wait(20))
+    EXPECT_THAT(one.text, testing::HasSubstr("load it before Elastic is constructed"));
+}
+
+// Past the operators and the wrapper, so that only the first owners have it.
+TEST_F(ElasticSecondOwner, ELA02_values_that_only_first_owners_have_are_found) {
+  ForkedHosts hosts(
+      {1, 1},
+      [](const World& world) {
+        alarm(30);
+        const auto net = std::make_shared<test::Net>();
+        const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+        const auto elastic = wrapped.elastic(world, quick);
+        const auto x = test::inputs_of({1, 2});
+        const auto step = [&] {
+          elastic->step(
+              2, [&] { backward_of(wrapped, x); }, [&] { wrapped.step(); });
+          wrapped.optimizer->zero_grad();
+        };
+        step();
+        const torch::NoGradGuard no_grad;
+        for (auto& values : fsdp_of(wrapped).own_parameters()) values.add_(1);
+        return test::refusal<DisagreeError>(step);
+      },
+      over("tcp"));
+  for (const auto& one : hosts.wait(20)) {
+    EXPECT_THAT(one.text,
+                testing::HasSubstr("rank 0 and rank 1, which own the same shards in an elastic job, have different"));
+  }
 }
 
 // After Elastic, ranks own their shards alone again, and train on.
@@ -319,7 +351,7 @@ TEST_F(ElasticSecondOwner, ELA04_what_has_no_second_owners_is_refused_by_name) {
     std::string said;
   };
   for (const auto& one : {Case{{}, true, "frozen parameters, such as first.weight"},
-                          Case{hooked, false, "communication_hook over sockets"},
+                          Case{hooked, false, "communication_hook is not supported where shards have second owners"},
                           Case{hybrid, false, "hybrid_shard needs hosts whose ranks share memory"}}) {
     ForkedHosts hosts(
         {2, 2}, [&](const World& world) { return refused(world, one.options, one.frozen); }, over("tcp"));
@@ -331,14 +363,16 @@ TEST_F(ElasticSecondOwner, ELA04_what_has_no_second_owners_is_refused_by_name) {
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments) {
   const int seed = test::number_of("SHOAL_SEED", 1);
   const int trials = test::number_of("SHOAL_KILLS", 12);
-  const std::vector<Kind> kinds{{{1, 1, 1}, "auto"}, {{1, 1, 1, 1}, "tcp"}, {{2, 2}, "auto"}, {{2, 2, 2}, "auto"}, {{1, 2}, "auto"}};
+  const std::vector<Kind> kinds{
+      {{1, 1, 1}, "auto"}, {{1, 1, 1, 1}, "tcp"}, {{2, 2}, "auto"}, {{2, 2, 2}, "auto"}, {{1, 2}, "auto"}};
   std::mt19937 random(static_cast<unsigned>(seed));
   test::Kills kills;
   for (int trial = 0; trial < trials && !HasFailure(); ++trial) {
     const auto& kind = kinds[random() % kinds.size()];
     const auto& trained = fully_sharded[random() % fully_sharded.size()];
     std::vector<int> host_of;
-    for (size_t host = 0; host < kind.hosts.size(); ++host) host_of.insert(host_of.end(), static_cast<size_t>(kind.hosts[host]), static_cast<int>(host));
+    for (size_t host = 0; host < kind.hosts.size(); ++host)
+      host_of.insert(host_of.end(), static_cast<size_t>(kind.hosts[host]), static_cast<int>(host));
     const auto owners = second_owners(host_of);
     const bool whole = kind.hosts.size() > 2 && random() % 2 == 0;
     const auto host = random() % kind.hosts.size();
@@ -346,7 +380,8 @@ TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_momen
     auto victims = whole ? kind.ranks_of(host) : std::vector<int>{first};
     const auto apart = [&](int rank) {
       return std::none_of(victims.begin(), victims.end(), [&](int victim) {
-        return victim == rank || owners[static_cast<size_t>(victim)] == rank || owners[static_cast<size_t>(rank)] == victim;
+        return victim == rank || owners[static_cast<size_t>(victim)] == rank ||
+               owners[static_cast<size_t>(rank)] == victim;
       });
     };
     std::vector<int> others;
@@ -355,9 +390,9 @@ TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_momen
     }
     const int second = others.empty() || random() % 2 == 0 ? -1 : others[random() % others.size()];
     const auto pause = static_cast<useconds_t>(random() % 80'000);
-    SCOPED_TRACE(fmt::format("seed {}, trial {}: {}, rank(s) {} of hosts with {} over {}, after {} us, second {}", seed, trial,
-                             name_of(trained), fmt::join(victims, ", "), fmt::join(kind.hosts, ", "), kind.transport, pause,
-                             second));
+    SCOPED_TRACE(fmt::format("seed {}, trial {}: {}, rank(s) {} of hosts with {} over {}, after {} us, second {}", seed,
+                             trial, name_of(trained), fmt::join(victims, ", "), fmt::join(kind.hosts, ", "),
+                             kind.transport, pause, second));
     const test::SharedRecord record;
     ForkedHosts hosts(
         kind.hosts, [&](const World& world) { return test::train(world, *record, 2, {}, quick, trained); },

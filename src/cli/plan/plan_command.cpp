@@ -188,9 +188,8 @@ int plan_built_in(const CommandOptions& options) {
       train.precision().convert(*model);
       planned = {.module = model, .loss = short_loss(train, model)};
     }
-    plan.strategies.push_back(
-        plan_strategy(strategy, planned, recipe_of(train), train.training_options(), ranks, options.hosts, one_host,
-                      options.elastic));
+    plan.strategies.push_back(plan_strategy(strategy, planned, recipe_of(train), train.training_options(), ranks,
+                                            options.hosts, one_host, options.elastic));
     report["strategies"].push_back(json_of(plan.strategies.back()));
     progress.update(1, strategy);
   }

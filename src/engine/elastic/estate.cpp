@@ -94,10 +94,11 @@ void Estate::require_complete(const Group& group, const Estate& wanted) const {
     }
   }
   if (lost.empty()) return;
-  throw JobLost(fmt::format(
-      "both ranks that had shards of {}{} have ended, one before the other's shards had a second owner again: start the "
-      "job again from its last checkpoint",
-      *lost.begin(), lost.size() > 1 ? fmt::format(" and {} more parameters", lost.size() - 1) : ""));
+  throw JobLost(
+      fmt::format("both ranks that had shards of {}{} have ended, one before the other's shards had a second owner "
+                  "again: start the "
+                  "job again from its last checkpoint",
+                  *lost.begin(), lost.size() > 1 ? fmt::format(" and {} more parameters", lost.size() - 1) : ""));
 }
 
 // The numbers of a state are the same for all elements of a parameter, which have been updated equally often.

@@ -249,7 +249,7 @@ class InPages : public ParameterGather {
   std::shared_ptr<Pager> pager_;
   std::vector<at::Tensor> parameters_;
   Range own_range_;
-  at::Tensor own_;   // this rank's elements, in the parameters' dtype
+  at::Tensor own_;  // this rank's elements, in the parameters' dtype
   std::vector<Held> held_;
   at::Tensor page_;  // all elements
   std::vector<Range> ranges_;

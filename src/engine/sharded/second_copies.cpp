@@ -92,10 +92,11 @@ void SecondCopies::complete(const std::map<int, uint64_t>& digests, const Label&
   const auto most = group_.all_reduce(values, ReduceOp::max, question);
   for (size_t rank = 0; rank < owners_.size(); ++rank) {
     if (most[1 + 2 * rank] == -most[2 + 2 * rank] || std::isinf(most[1 + 2 * rank])) continue;  // or no elements
-    throw DisagreeError(fmt::format(
-        "rank {} and rank {}, which own the same shards in an elastic job, have different values of them: change parameters between "
-        "two steps alike on all ranks, and load checkpoints before Elastic is constructed",
-        rank, owners_[rank]));
+    throw DisagreeError(
+        fmt::format("rank {} and rank {}, which own the same shards in an elastic job, have different values of them: "
+                    "change parameters between "
+                    "two steps alike on all ranks, and load checkpoints before Elastic is constructed",
+                    rank, owners_[rank]));
   }
   if (most[0] == 0) return;
   for (size_t bucket = 0; bucket < copies_.size(); ++bucket) {

@@ -40,7 +40,8 @@ void ShardedOptimizerCore::State::complete_second() {
   for (size_t i = 0; unchanged && i < present.size(); ++i) unchanged = same(present[i], second->updated[i]);
   if (!unchanged) {
     throw UsageError(
-        "Elastic: the state of the sharded optimizer was loaded or replaced, which is not supported here: load it before "
+        "Elastic: the state of the sharded optimizer was loaded or replaced, which is not supported here: load it "
+        "before "
         "Elastic is constructed");
   }
   prepare_gradients();
@@ -99,8 +100,8 @@ void ShardedOptimizerCore::begin_regroup(const Group& group) {
   auto& state = this->state();
   if (!state.second) return;
   auto& second = *state.second;
-  const auto sealed = static_cast<int64_t>(group.all_reduce(static_cast<double>(second.sealed), ReduceOp::max,
-                                                            state.label("whose shards count")));
+  const auto sealed = static_cast<int64_t>(
+      group.all_reduce(static_cast<double>(second.sealed), ReduceOp::max, state.label("whose shards count")));
   if (second.former && second.made == sealed) {
     second.sealed = sealed;
     second.former.reset();

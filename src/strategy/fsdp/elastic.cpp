@@ -30,10 +30,17 @@ void FullyShardedCore::require_regroupable() {
         "shards each has a second owner",
         sharding_name(strategy)));
   }
-  if (shards_->pager && options.communication_hook) refuse("a communication_hook over sockets is not supported");
+  if (shards_->pager && options.communication_hook) {
+    refuse(
+        "a communication_hook is not supported where shards have second owners, on several hosts or over sockets: "
+        "leave it out");
+  }
   if (shards_->pager && !shards_->frozen.empty()) {
-    refuse(fmt::format("frozen parameters, such as {}, are not supported over sockets",
-                       shards_->frozen.front().parameters.front().name));
+    refuse(fmt::format(
+        "frozen parameters, such as {}, are not supported where shards have second owners, on several hosts or over "
+        "sockets: name them in ignored_parameters, which are whole on each rank, or take hybrid_shard over the "
+        "transport auto",
+        shards_->frozen.front().parameters.front().name));
   }
   if (!wrappers_within().empty()) {
     refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");

@@ -121,8 +121,8 @@ void materialize_and_broadcast(const ShardGroups& groups, std::vector<at::Tensor
 void give_memory(const std::vector<NamedTensor>& parameters) {
   for (const auto& entry : parameters) {
     const auto& parameter = entry.tensor;
-    at::Tensor(parameter).set_data(at::empty_strided(parameter.sizes(), dense_strides(parameter),
-                                                     parameter.options().requires_grad(false)));
+    at::Tensor(parameter).set_data(
+        at::empty_strided(parameter.sizes(), dense_strides(parameter), parameter.options().requires_grad(false)));
   }
 }
 
@@ -158,7 +158,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   }
   if (!filled && present) give_memory(state.tensors.parameters);
   Originals originals;
-  if (shards.options.param_dtype && (filled || present)) originals = narrow(state.tensors, *shards.options.param_dtype, former);
+  if (shards.options.param_dtype && (filled || present))
+    originals = narrow(state.tensors, *shards.options.param_dtype, former);
   if (shards.options.buffer_dtype && shards.buffer_dtypes.empty()) {
     shards.buffer_dtypes = convert_buffers(state.tensors, *shards.options.buffer_dtype);
   }
