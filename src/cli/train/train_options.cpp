@@ -144,9 +144,10 @@ void check_elastic(const TrainOptions& options) {
   }
   const bool sockets = options.transport == "tcp" || options.transport == "gloo";
   const bool memory = options.transport == "auto" || options.transport == "host";
-  if (memory || (sockets && options.strategy == "ddp")) return;
+  const bool second_owners = options.strategy == "fsdp" || options.strategy == "fsdp_grad_op";
+  if (memory || (sockets && (options.strategy == "ddp" || second_owners))) return;
   refuse(fmt::format("--strategy {} --transport {}", options.strategy, options.transport),
-         "take auto or host, or with ddp also tcp or gloo");
+         "take auto or host, or with ddp, fsdp and fsdp_grad_op also tcp or gloo");
 }
 
 }  // namespace
