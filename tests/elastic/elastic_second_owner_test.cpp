@@ -358,6 +358,21 @@ TEST_F(ElasticSecondOwner, ELA04_what_has_no_second_owners_is_refused_by_name) {
   }
 }
 
+TEST_F(ElasticSecondOwner, ELA06_nobody_joins) {
+  const test::SharedRecord record;
+  record->last_step = 3;
+  ForkedHosts hosts({1, 1},
+                    [&](const World& world) { return test::train(world, *record, 1, {}, quick, fully_sharded[0]); },
+                    over("auto"), {0, 1});
+  ASSERT_TRUE(all_train(*record, 2));
+  hosts.bring(2);
+  for (int i = 0; i < 1000 && !hosts.text_of(2); ++i) usleep(10'000);
+  record->last_step = 0;
+  const auto ended = hosts.wait(30);
+  EXPECT_THAT(ended[2].text, testing::HasSubstr("its shards lie on several hosts"));
+  for (const int rank : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "");
+}
+
 // Ranks that own the same are never killed at once; a later one is killed when the shards may or may not be divided anew.
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments) {
   const int seed = test::number_of("SHOAL_SEED", 1);
