@@ -415,7 +415,7 @@ TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_momen
     usleep(pause);
     if (second >= 0) {
       hosts.signal(second, SIGKILL);
-      usleep(static_cast<useconds_t>(random() % 15'000));
+      usleep(static_cast<useconds_t>(random() % 50'000));  // also while shards are divided anew
       victims.push_back(second);
     }
     whole ? hosts.kill_host(static_cast<int>(host)) : hosts.signal(first, SIGKILL);
