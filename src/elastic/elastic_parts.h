@@ -49,6 +49,8 @@ class ElasticParts {
   virtual void set_share(std::optional<double> share) = 0;
   // False: ranks have no mean in common, and set_share() does nothing.
   virtual bool takes_shares() const { return true; }
+  // Whether forwards gather parameters from all ranks, which must then call it equally often.
+  virtual bool gathers() const { return false; }
   // Why processes cannot join this training; empty: they can.
   virtual std::string why_closed() const { return ""; }
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.

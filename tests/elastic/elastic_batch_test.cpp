@@ -80,7 +80,6 @@ struct Run {
   bool overlap = true;  // see test::Trained
   double clip = 0;      // norm to which gradients are clipped after all shares; 0: not
   std::vector<test::Death> deaths{};
-  std::string transport = "auto";
 };
 
 std::string train(const World& world, Shared& record, const Run& run) {
@@ -175,10 +174,7 @@ std::vector<test::Death> deaths_of(int count) {
 }
 
 void train_all(const Run& run, const Losses& losses) {
-  WorldOptions options;
-  options.transport = run.transport;
-  const auto ended = test::run_ranks(
-      ranks, [&](const World& world) { return train(world, *losses, run); }, {}, options);
+  const auto ended = test::run_ranks(ranks, [&](const World& world) { return train(world, *losses, run); });
   size_t killed = 0;
   for (const auto& rank : ended) {
     if (WIFSIGNALED(rank.status)) {
@@ -311,22 +307,6 @@ INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticKeptBatch,
                          ::testing::Values(test::Sharding::none, test::Sharding::zero1, test::Sharding::zero2,
                                            test::Sharding::megatron, test::Sharding::fsdp),
                          [](const auto& info) { return test::short_name(info.param); });
-
-// Over sockets, where ranks do not share memory.
-TEST(ElasticBatch, ELA04_ELA05_losses_with_second_owners_are_those_of_one_process_down_to_one_rank) {
-  for (const auto how : {Compute::by_share, Compute::weighted}) {
-    for (const double clip : {0.0, 0.7}) {
-      SCOPED_TRACE(::testing::Message() << "compute " << static_cast<int>(how) << ", clip " << clip);
-      expect_losses_of_one_process({.dtype = at::kDouble,
-                                    .sharding = test::Sharding::fsdp,
-                                    .compute = how,
-                                    .optimizer = "sgd",
-                                    .clip = clip,
-                                    .deaths = deaths_of(how == Compute::by_share ? 11 : 3),
-                                    .transport = "tcp"});
-    }
-  }
-}
 
 TEST(ElasticBatch, ELA05_what_does_not_fit_a_global_batch_is_refused) {
   const auto refusal = [](int64_t batch, int64_t step, bool with_sampler) {
