@@ -151,7 +151,8 @@ void Reducer::begin_step(Step::From from) {
     if (buckets_.frozen(i) && !buckets_.all_frozen(buckets_.places()[i].bucket)) mark_ready(i);
   }
   for (const auto gradient : tracker_.take_unreached()) {
-    if (!step_->schedule.is_ready(gradient)) mark_ready(gradient);
+    const bool rests = buckets_.all_frozen(buckets_.places()[gradient].bucket);
+    if (!rests && !step_->schedule.is_ready(gradient)) mark_ready(gradient);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "comm/group/group_state.h"
 #include "engine/reducer/reducer.h"
@@ -31,6 +32,10 @@ void Reducer::end_backward() {
 }
 
 void Reducer::finish_step() {
+  if (step_->schedule.next() < buckets_.size()) {
+    throw std::logic_error(fmt::format("shoal: bucket {} of {} was not reduced in step {}; this is a fault of shoal",
+                                       step_->schedule.next(), buckets_.size(), steps_));
+  }
   if (step_->early) release_finished(/*all=*/true);
   const double weight = wait_for_buckets();
   clock_.mark(StepClock::all_back, steps_);

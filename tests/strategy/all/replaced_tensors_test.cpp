@@ -141,9 +141,10 @@ const std::vector<Case>& cases() {
 
 class ReplacedTensors : public testing::TestWithParam<std::string> {
  public:
-  static Training<NetImpl> training_of(std::shared_ptr<NetImpl> net, double bucket_mb = 0.002) {
+  static Training<NetImpl> training_of(std::shared_ptr<NetImpl> net, double bucket_mb = 0.002,
+                                       bool find_unused_parameters = false) {
     return Training<NetImpl>::make<SGD>(GetParam(), std::move(net), group(), SGDOptions(0.05).momentum(0.9),
-                                        {.bucket_mb = bucket_mb});
+                                        {.find_unused_parameters = find_unused_parameters, .bucket_mb = bucket_mb});
   }
 };
 
@@ -311,19 +312,25 @@ TEST_P(ReplacedTensors, a_parameter_that_is_unfrozen_trains_or_is_refused_by_nam
       training, one, [](NetImpl&) {}, When::before_step, 0);
 }
 
-TEST_P(ReplacedTensors, a_parameter_may_be_frozen) {
-  auto training = training_of(std::make_shared<NetImpl>(1));
-  OneProcess one(1);
-  expect_like_one_process(
-      training, one, [](NetImpl&) {}, When::before_step, 0);
-  for (auto* net : {training.model.get(), one.net.get()}) {
-    net->third->bias.requires_grad_(false);
-    net->third->bias.mutable_grad().reset();
+TEST_P(ReplacedTensors, a_parameter_may_be_frozen_and_with_it_all_of_its_bucket) {
+  for (const bool finds_unused : {false, true}) {
+    SCOPED_TRACE(finds_unused ? "unused parameters are found" : "all parameters are used");
+    auto training = training_of(std::make_shared<NetImpl>(1), /*bucket_mb=*/0.0001, finds_unused);
+    OneProcess one(1);
+    expect_like_one_process(
+        training, one, [](NetImpl&) {}, When::before_step, 0);
+    for (auto* net : {training.model.get(), one.net.get()}) {
+      for (auto& parameter : {net->second->weight, net->third->bias}) {
+        parameter.set_requires_grad(false);
+        at::Tensor(parameter).mutable_grad().reset();
+      }
+    }
+    const auto frozen = training.model->third->bias.detach().clone();
+    expect_like_one_process(
+        training, one, [](NetImpl&) {}, When::before_step, 0);
+    EXPECT_TRUE(at::equal(training.model->third->bias.detach(), frozen));
+    if (HasFatalFailure()) return;
   }
-  const auto frozen = training.model->third->bias.detach().clone();
-  expect_like_one_process(
-      training, one, [](NetImpl&) {}, When::before_step, 0);
-  EXPECT_TRUE(at::equal(training.model->third->bias.detach(), frozen));
 }
 
 TEST_P(ReplacedTensors, BEY04_a_parameter_frozen_between_micro_batches_has_what_they_gave) {
