@@ -17,6 +17,7 @@ class KnownModule {
   // owner: class of the wrapper, for errors.
   KnownModule(std::shared_ptr<const torch::nn::Module> module, std::string owner);
 
+  const std::string& owner() const { return owner_; }
   // UsageError that names a trainable parameter which is new: each rank would train it on its own.
   void require_no_other() const;
 

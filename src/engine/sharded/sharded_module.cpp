@@ -213,12 +213,29 @@ bool ShardedModule::changed() const {
          std::any_of(frozen_.begin(), frozen_.end(), [&](const Known& frozen) { return any(frozen.gather); });
 }
 
+void ShardedModule::separate_replaced() {
+  std::vector<NamedTensor> all;
+  std::vector<at::Tensor> replaced;
+  const auto add = [&](const Known& known) {
+    for (size_t i = 0; i < known.names.size(); ++i) {
+      const auto& parameter = known.watch.parameters()[i];
+      all.push_back({.name = known.names[i], .aliases = {}, .tensor = parameter});
+      if (known.watch.replaced(i)) replaced.push_back(parameter);
+    }
+  };
+  add(trainable_);
+  for (const auto& frozen : frozen_) add(frozen);
+  add(replicated_);
+  if (!replaced.empty()) separate(all, replaced, known_.owner());
+}
+
 void ShardedModule::adopt_changes(const Label& label) {
   require_going_on();
   require_kinds();
   if (!changed()) return;
   const torch::NoGradGuard no_grad;
   wait_all();
+  separate_replaced();
   std::vector<ChangedValue> values;
   std::vector<std::vector<size_t>> changed_pieces;
   for (size_t number = 0; number < gathers_.size(); ++number) {

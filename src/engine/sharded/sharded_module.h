@@ -125,7 +125,8 @@ class ShardedModule {
   // write them. The current values of all ranks, which must be equal, go to the owning ranks and their float32 copies.
   // Does nothing if nothing has changed. Throws UsageError with the parameter's name for a parameter of another dtype,
   // device or shape, and for one that was frozen and is trainable now; nothing has changed then. Throws DisagreeError
-  // if ranks have different values. Collective if there is something to do, which must then be so on all ranks.
+  // if ranks have different values, UsageError for two parameters on the same memory. Collective if there is something to
+  // do, which must then be so on all ranks.
   void adopt_changes(const Label& label);
   // The part of adopt_changes() that is not collective: throws what it would reject.
   void require_kinds() const;
@@ -163,6 +164,8 @@ class ShardedModule {
   void list_pieces(std::span<const at::Tensor> originals);
   // sums: of the bucket's elements from `begin` on.
   OwnedPiece piece_of(size_t bucket, const Slice& slice, const at::Tensor& sums, int64_t begin) const;
+  // See separate() in changed_values.h.
+  void separate_replaced();
 
   struct Known {
     std::vector<std::string> names;

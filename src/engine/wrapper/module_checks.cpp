@@ -84,8 +84,10 @@ void require_separate_memory(const std::vector<NamedTensor>& parameters, const s
       if (!overlap(other->tensor, entry.tensor)) continue;
       throw UsageError(fmt::format(
           "{}: {} and {} are two tensors on the same memory, but parameters get other memory, and one of the two would "
-          "be left behind: use one tensor in both places (b->weight = a->weight; in Python b.weight = a.weight), or "
-          "copy it (clone())",
+          "be left behind: use one tensor in both places (in Python b.weight = a.weight; in C++ "
+          "register_parameter(\"weight\", a->weight) in a module of your own, since a torch::nn module keeps the "
+          "tensor "
+          "that it has registered when its member weight is assigned), or copy it (clone())",
           wrapper, other->name, entry.name));
     }
     if (add) others.push_back(&entry);

@@ -89,6 +89,13 @@ bool OSSCore::State::must_share_again(const ParamGroups& groups) const {
 }
 
 void OSSCore::State::adopt_values() {
+  std::vector<at::Tensor> replaced;
+  for (const auto& buffer : buffers) {
+    for (size_t i = 0; i < buffer->parameters().size(); ++i) {
+      if (buffer->watch().replaced(i)) replaced.push_back(buffer->parameters()[i]);
+    }
+  }
+  if (!replaced.empty()) separate(shares.named(), replaced, "OSS");
   std::vector<ChangedValue> values;
   for (const auto& buffer : buffers) {
     for (const auto piece : buffer->changed()) {

@@ -54,6 +54,14 @@ std::optional<int> OSSShares::owner_of(const at::Tensor& parameter) const {
   return place == places.end() ? std::nullopt : std::optional(owners[place->second]);
 }
 
+std::vector<NamedTensor> OSSShares::named() const {
+  std::vector<NamedTensor> list;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    list.push_back({.name = fmt::format("parameter {}", indices[i]), .aliases = {}, .tensor = parameters[i]});
+  }
+  return list;
+}
+
 ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
   if (has_commit()) {
     throw UsageError("OSS: parameters were unfrozen, converted or added, which is not supported in an elastic job");
@@ -82,12 +90,7 @@ ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
       made.owners.push_back(anew ? -1 : owner.value_or(-1));
     }
   }
-  std::vector<NamedTensor> named;
-  for (size_t i = 0; i < made.parameters.size(); ++i) {
-    named.push_back(
-        {.name = fmt::format("parameter {}", made.indices[i]), .aliases = {}, .tensor = made.parameters[i]});
-  }
-  require_separate_memory(named, {}, "OSS");
+  require_separate_memory(made.named(), {}, "OSS");
   choose_owners(made);
   materialize(made.parameters);
   auto part = empty_like(groups);

@@ -28,6 +28,7 @@ struct OSSShares {
   Pattern trainable() const;                           // those that are at present
   size_t place_of(const at::Tensor& parameter) const;  // UsageError for an unknown parameter
   std::optional<int> owner_of(const at::Tensor& parameter) const;
+  std::vector<NamedTensor> named() const;  // "parameter 3"
 };
 
 // Of a wrapper that reduces gradients for an optimizer, which may outlive it.

@@ -233,6 +233,60 @@ TEST_P(ReplacedTensors, loading_in_every_step) {
   }
 }
 
+// All biases are trained.
+std::shared_ptr<NetImpl> trained_net() {
+  auto net = std::make_shared<NetImpl>(1);
+  net->first->bias.requires_grad_(true);
+  return net;
+}
+
+void exchange(NetImpl& net) {
+  const auto former = net.first->bias.data();
+  net.first->bias.set_data(net.second->bias.data());
+  net.second->bias.set_data(former);
+  net.second->weight.set_data(net.second->weight.data().t());
+}
+
+TEST_P(ReplacedTensors, parameters_may_exchange_their_memory) {
+  for (const double bucket_mb : {0.0001, 0.002, 1.0}) {
+    for (const int64_t step : {0, 2}) {
+      SCOPED_TRACE(fmt::format("buckets of {} MiB, step {}", bucket_mb, step));
+      auto training = training_of(trained_net(), bucket_mb);
+      OneProcess one(1);
+      one.net->first->bias.requires_grad_(true);
+      expect_like_one_process(training, one, exchange, step == 0 ? When::before_step : When::before_forward, step);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(ReplacedTensors, a_parameter_that_gets_the_memory_of_another_is_refused_by_name) {
+  const bool by_number = GetParam().starts_with("zero");
+  if (GetParam() == "ddp" || (by_number && group().size() == 1)) return;  // nothing has moved: it follows the other
+  for (const double bucket_mb : {0.0001, 1.0}) {
+    auto training = training_of(trained_net(), bucket_mb);
+    OneProcess one(1);
+    one.net->first->bias.requires_grad_(true);
+    expect_like_one_process(
+        training, one, [](NetImpl&) {}, When::before_step, 0);
+    training.model->second->bias.set_data(training.model->first->bias.data());
+    training.zero_grad();
+    const auto text = refusal([&] {
+      mean_loss(training.forward(batch(group().rank(), 9))).backward();
+      training.step();
+    });
+    EXPECT_THAT(text,
+                testing::AllOf(HasSubstr(by_number ? "parameter 1 and parameter 3" : "first.bias and second.bias"),
+                               HasSubstr("on the same memory"), HasSubstr("clone()")));
+    for (auto* net : {training.model.get(), one.net.get()}) {
+      net->second->bias.set_data(net->first->bias.data().clone());
+    }
+    expect_like_one_process(
+        training, one, [](NetImpl&) {}, When::before_step, 0);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_P(ReplacedTensors, other_values_on_each_rank_are_named) {
   if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
   for (const bool in_place : {false, true}) {
