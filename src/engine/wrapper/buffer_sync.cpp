@@ -1,8 +1,13 @@
 #include "engine/wrapper/buffer_sync.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+
 #include "module/sync.h"
+#include "shoal/error.h"
 
 namespace shoal {
 
@@ -12,10 +17,34 @@ void BufferSync::choose(bool broadcast, std::shared_ptr<BufferHook> hook, Buffer
   location_ = location;
 }
 
+// The transport knows only that the number of elements differs.
+void BufferSync::sync(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step,
+                      const char* what) {
+  std::vector<std::string> changed;
+  for (size_t i = 0; i < std::min(sizes_.size(), buffers.size()); ++i) {
+    if (buffers[i].tensor.sizes() == at::IntArrayRef(sizes_[i])) continue;
+    changed.push_back(fmt::format("{} is [{}] and was [{}]", buffers[i].name,
+                                  fmt::join(buffers[i].tensor.sizes(), ", "), fmt::join(sizes_[i], ", ")));
+  }
+  try {
+    sync_buffers(group, buffers, source, step, what);
+  } catch (const DisagreeError& error) {
+    const auto here = changed.empty() ? "none has changed" : fmt::format("{}", fmt::join(changed, "; "));
+    throw DisagreeError(fmt::format(
+        "{}. If the numbers of elements differ, a buffer has another size on some rank (here {}): give it the same "
+        "size on all ranks, leave it out (ignored), or set broadcast_buffers = false",
+        error.what(), here));
+  }
+  if (!changed.empty() || sizes_.empty()) {
+    sizes_.clear();
+    for (const auto& entry : buffers) sizes_.push_back(entry.tensor.sizes().vec());
+  }
+}
+
 void BufferSync::before_forward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step) {
   complete();
   if (!hook_) {
-    if (broadcast_) sync_buffers(group, buffers, lead, step);
+    if (broadcast_) sync(group, buffers, lead, step, "buffers");
     return;
   }
   std::vector<NamedBuffer> named;
@@ -41,8 +70,7 @@ void BufferSync::after_forward() {
 void BufferSync::before_evaluation(const Group& group, const std::vector<NamedTensor>& buffers, int lead,
                                    int64_t step) {
   if (std::exchange(evaluated_, step) == step || !broadcast_ || hook_) return;
-  sync_buffers(group, buffers, lead, step,
-               "buffers, for an evaluation (on one rank alone, call the module's own forward)");
+  sync(group, buffers, lead, step, "buffers, for an evaluation (on one rank alone, call the module's own forward)");
 }
 
 void BufferSync::complete() {

@@ -29,6 +29,9 @@ class BufferSync {
   void before_evaluation(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
 
  private:
+  void sync(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step, const char* what);
+
+  std::vector<std::vector<int64_t>> sizes_;  // of the buffers, when they were broadcast last
   bool broadcast_ = true;
   std::shared_ptr<BufferHook> hook_;
   BufferHookLocation location_ = BufferHookLocation::pre_forward;

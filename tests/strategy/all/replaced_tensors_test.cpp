@@ -9,6 +9,7 @@
 #include <torch/utils.h>
 
 #include <map>
+#include <numeric>
 #include <set>
 #include <sstream>
 
@@ -677,6 +678,33 @@ TEST(ReplacedTensorsElsewhere, local_updates_start_from_what_was_loaded) {
       }
     }
   }
+}
+
+struct GrowingImpl : MlpImpl {
+  explicit GrowingImpl(bool grows) : MlpImpl(12, 16, 5, at::kDouble), grows(grows) {
+    cache = register_buffer("cache", at::zeros({2}, at::kDouble));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (grows) cache.set_data(at::zeros({cache.size(0) + 1}, at::kDouble));
+    return MlpImpl::forward(x) + cache.sum();
+  }
+  bool grows;
+  at::Tensor cache;
+};
+
+TEST(ReplacedTensorsElsewhere, BEY09_a_buffer_that_has_another_size_on_one_rank_is_named) {
+  if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  std::vector<int> everyone(group().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto own = group().subgroup(everyone);  // is spoilt
+  const bool odd = group().rank() == group().size() - 1;
+  DistributedDataParallel<GrowingImpl> parallel(std::make_shared<GrowingImpl>(odd), own);
+  mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  EXPECT_THAT(
+      refusal<DisagreeError>([&] { parallel.forward(batch(group().rank(), 1)); }),
+      testing::AllOf(HasSubstr("broadcast(2 x"), HasSubstr("broadcast(3 x"), HasSubstr("broadcast_buffers = false"),
+                     HasSubstr(odd ? "(here cache is [3] and was [2])" : "(here none has changed)")));
+  group().barrier().wait();
 }
 
 }  // namespace
