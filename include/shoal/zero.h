@@ -121,7 +121,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, 
 // Parameters may be loaded, replaced or written at any time (torch::load, Module::load, set_data, in-place operators,
 // also through data()), with the same values on all ranks. A rank sees its own change at once, and the next step()
 // shares it; step() throws DisagreeError if values differ. The shares are rebuilt after Module::to(dtype) and when a
-// parameter of the param groups is unfrozen. Writes through data_ptr() are not detected: make them on the owner.
+// parameter of the param groups is unfrozen. Parameters may exchange their memory; step() throws UsageError for two that
+// are on the same memory. Writes through data_ptr() are not detected: make them on the owner.
 //
 // Constructor: collective. Broadcasts rank 0's values. Throws DisagreeError if the ranks' parameters differ in number,
 // shape, dtype or options; UsageError for a parameter in two param groups, for parameters or options that the local
