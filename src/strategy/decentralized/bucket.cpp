@@ -16,16 +16,48 @@ FlatLayout layout_of(const std::vector<NamedParameter>& members) {
   return {numels, members.front().parameter.dtype().itemsize()};
 }
 
+struct Memories {
+  at::Tensor now;
+  c10::DataPtr former;
+};
+
+// `to` has the values already. Who else holds the storage may have the address of the former memory (as NumPy does), so
+// that stays then.
+void move_home(const at::Tensor& home, const at::Tensor& to) {
+  constexpr size_t own_uses = 2;  // the home and the parameter
+  auto* storage = home.storage().unsafeGetStorageImpl();
+  const bool used_elsewhere = home.storage().use_count() > own_uses;
+  auto former = storage->set_data_ptr(pointer_to(to));
+  if (!used_elsewhere) return;
+  storage->set_data_ptr_noswap({to.data_ptr(), new Memories{to, std::move(former)},
+                                [](void* held) { delete static_cast<Memories*>(held); }, to.device()});
+}
+
 }  // namespace
 
-GossipBucket::GossipBucket(std::vector<NamedParameter> members, bool as_views)
-    : members_(std::move(members)), layout_(layout_of(members_)), dtype_(members_.front().parameter.scalar_type()) {
-  if (!as_views) return;
+at::Tensor home_of(const at::Tensor& parameter) {
+  const torch::NoGradGuard no_grad;
+  const auto memory = in_memory_order(parameter);
+  auto home = at::empty({0}, memory.options());
+  home.set_(c10::Storage(c10::Storage::use_byte_size_t(), static_cast<int64_t>(memory.nbytes()), pointer_to(memory),
+                         /*allocator=*/nullptr, /*resizable=*/false),
+            0, parameter.sizes(), dense_strides(parameter));
+  parameter.set_data(home);
+  return home;
+}
+
+GossipBucket::GossipBucket(std::vector<NamedParameter> members, std::vector<at::Tensor> homes)
+    : members_(std::move(members)),
+      homes_(std::move(homes)),
+      layout_(layout_of(members_)),
+      dtype_(members_.front().parameter.scalar_type()) {
+  if (homes_.empty()) return;
   const torch::NoGradGuard no_grad;
   const auto flat = aligned_zeros(numel(), members_.front().parameter.options().requires_grad(false));
   write_to(flat);
-  const auto views = views_of(flat);
-  for (size_t i = 0; i < members_.size(); ++i) members_[i].parameter.set_data(views[i]);
+  for (size_t i = 0; i < members_.size(); ++i) {
+    move_home(homes_[i], flat.narrow(0, layout_.range(i).begin, layout_.range(i).size()));
+  }
   flat_ = flat;
 }
 
@@ -55,9 +87,8 @@ void GossipBucket::adopt() {
   const torch::NoGradGuard no_grad;
   for (size_t i = 0; i < members_.size(); ++i) {
     auto& parameter = members_[i].parameter;
-    const auto offset = flat_.storage_offset() + layout_.range(i).begin;
-    if (parameter.is_alias_of(flat_) && parameter.storage_offset() == offset) continue;
-    const auto view = view_like(flat_, layout_.range(i).begin, parameter);
+    if (same_storage(parameter, homes_[i])) continue;
+    const auto view = view_like(homes_[i], 0, parameter);
     at::Tensor(view).copy_(parameter);
     parameter.set_data(view);
   }

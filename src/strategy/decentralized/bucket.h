@@ -8,10 +8,14 @@
 
 namespace shoal {
 
+// Gives the parameter a storage of its own, whose memory can move later, and returns a tensor on it: other tensors on this
+// storage, such as the parameter's data(), follow.
+at::Tensor home_of(const at::Tensor& parameter);
+
 class GossipBucket {
  public:
-  // as_views: the parameters move to one flat buffer; else each keeps its own memory.
-  GossipBucket(std::vector<NamedParameter> members, bool as_views);
+  // homes: of the members, which lie there (see home_of) and whose memory moves to one flat buffer; none: each keeps its own memory.
+  explicit GossipBucket(std::vector<NamedParameter> members, std::vector<at::Tensor> homes = {});
 
   const std::vector<NamedParameter>& members() const { return members_; }
   int64_t numel() const { return layout_.size(); }
@@ -23,7 +27,7 @@ class GossipBucket {
 
   // UsageError if a member's dtype or number of elements has changed.
   void require_kinds() const;
-  // Moves members whose memory was replaced back to flat(), with their present values.
+  // Moves members whose memory was replaced back to flat(), with their present values. None may be on another's memory.
   void adopt();
   // x <- own * x + others [numel()]. Overwrites `others`.
   void mix(double own, at::Tensor& others);
@@ -39,6 +43,7 @@ class GossipBucket {
 
  private:
   std::vector<NamedParameter> members_;
+  std::vector<at::Tensor> homes_;
   FlatLayout layout_;
   at::ScalarType dtype_;
   at::Tensor flat_;  // undefined if parameters keep their own memory

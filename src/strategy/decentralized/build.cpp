@@ -7,9 +7,12 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <unordered_set>
 
 #include "engine/sharded/changed_values.h"
 #include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/module_checks.h"
+#include "memory/views.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/decentralized/state.h"
@@ -144,7 +147,11 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
       tracker(gradients, {}, *this) {
   if (!make) throw UsageError("DecentralizedDataParallel: the optimizer factory is empty");
   if (!joins_again(group)) agree(group, "the options of DecentralizedDataParallel", describe(options));
-  watch = ParameterWatch(parameters_of(gradients));
+  const auto parameters = parameters_of(gradients);
+  for (const auto& parameter : parameters) {
+    if (options.param_as_bucket_view) homes.push_back(home_of(parameter));
+  }
+  watch = ParameterWatch(parameters);
   mixing.admit_with([this](const Group& pair) { hand_over(pair); });
   if (scaler) scale.emplace(*scaler);
 }
@@ -185,6 +192,7 @@ void State::meet_changes() {
   const bool loaded = loads.changed(watch.parameters());
   if (!loaded) loads.clear();
   if (!loaded && !watch.changed()) return;
+  if (buckets.empty() || group.size() == 1) separate();
   std::vector<ChangedValue> values;
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!loaded && !watch.changed(i)) continue;
@@ -220,7 +228,7 @@ std::vector<GossipBucket> State::parts() const {
   for (const auto& members : plan_buckets(gradients, all, cap, cap)) {
     std::vector<NamedParameter> named;
     for (const auto member : members) named.push_back({gradients[member].name, gradients[member].parameter});
-    list.emplace_back(std::move(named), /*as_views=*/false);
+    list.emplace_back(std::move(named));
   }
   return list;
 }
@@ -246,12 +254,17 @@ void State::make_buckets(const std::vector<size_t>& order) {
   std::vector<GossipBuffer> buffers;
   for (const auto& planned : plan_buckets(gradients, order, cap, cap)) {
     std::vector<NamedParameter> named;
+    std::vector<at::Tensor> homes_of_named;
     for (const auto member : planned) {
       bucket_of[member] = buckets.size();
       named.push_back({gradients[member].name, gradients[member].parameter});
+      if (homes.empty()) continue;
+      // One that has been replaced since wrapping may have another dtype, too.
+      if (!same_storage(named.back().parameter, homes[member])) homes[member] = home_of(named.back().parameter);
+      homes_of_named.push_back(homes[member]);
     }
     members.push_back(planned);
-    auto& bucket = buckets.emplace_back(std::move(named), options.param_as_bucket_view);
+    auto& bucket = buckets.emplace_back(std::move(named), std::move(homes_of_named));
     equip(bucket);
     buffers.push_back({bucket.numel(), bucket.dtype()});
   }
@@ -265,6 +278,27 @@ void State::make_buckets(const std::vector<size_t>& order) {
   watch.note();
   if (whole) whole->give_options(buckets);
   if (pending) load_pending();
+}
+
+void State::separate() {
+  if (homes.empty()) return;
+  const torch::NoGradGuard no_grad;
+  std::vector<at::Tensor> replaced;
+  std::unordered_set<const c10::StorageImpl*> on_homes;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!same_storage(gradients[i].parameter, homes[i])) replaced.push_back(gradients[i].parameter);
+  }
+  if (replaced.empty()) return;
+  std::vector<NamedTensor> named;
+  for (const auto& gradient : gradients) {
+    named.push_back({.name = gradient.name, .aliases = {}, .tensor = gradient.parameter});
+  }
+  require_separate_memory(named, {}, "DecentralizedDataParallel");
+  for (const auto& home : homes) on_homes.insert(home.storage().unsafeGetStorageImpl());
+  for (const auto& parameter : replaced) {
+    const bool on_home = on_homes.contains(parameter.storage().unsafeGetStorageImpl());
+    if (on_home) parameter.set_data(parameter.detach().clone());
+  }
 }
 
 void State::show_all() {

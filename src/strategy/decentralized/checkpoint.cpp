@@ -97,6 +97,7 @@ class DecentralizedSource : public CheckpointSource {
       state.whole->give_options(state.buckets);
     }
     copies_missing_ = false;
+    state.separate();
     for (size_t i = 0; i < state.buckets.size(); ++i) resume_copies(i, past.own);
   }
 

@@ -155,6 +155,7 @@ void DecentralizedDataParallelCore::global_avg() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
   state.require_present("global_avg()");
+  state.separate();
   const Label label{state.step, -1, "global average, after equal steps (pass() without a batch)"};
   if (state.buckets.empty()) {
     auto parts = state.parts();
@@ -177,6 +178,7 @@ double DecentralizedDataParallelCore::consensus_distance() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
   state.require_present("consensus_distance()");
+  state.separate();
   const Label label{state.step, -1, "consensus distance"};
   const auto& group = state.mixing.remaining();
   if (!state.buckets.empty()) return std::sqrt(squared_distance(group, state.buckets, label));

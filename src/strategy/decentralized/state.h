@@ -68,6 +68,9 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   // The same with optimizers and schedules as at the first step.
   std::vector<GossipBucket> equipped_parts() const;
   void load_pending();
+  // Parameters that were given each other's memory (set_data) get memory of their own, with their present values. Call
+  // before buckets adopt. UsageError for two on the same memory.
+  void separate();
   // Shows this rank's present values to its neighbours, as after a step.
   void show_all();
 
@@ -93,6 +96,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   std::optional<CommonScale> scale;       // computes the state of `scaler`
   std::optional<OptimizerState> pending;  // loaded before the optimizers exist
   StateDtypes pending_dtypes = StateDtypes::of_parameters;
+  std::vector<at::Tensor> homes;        // by gradient, if their memory moves to buckets in the first step
   std::optional<WholeOptimizer> whole;  // see take_options_from()
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;             // by gradient

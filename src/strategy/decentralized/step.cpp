@@ -25,6 +25,7 @@ void State::require_present(const char* what) const {
 
 void State::begin_backward() {
   require_present("backward");
+  separate();
   spent.clear();
   const bool in_backward = BackwardTracker::in_backward();  // false for a rank without samples
   if (in_backward && !weighing) {

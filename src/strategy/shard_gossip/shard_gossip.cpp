@@ -57,7 +57,7 @@ std::vector<GossipBucket> divide(const ShardedModule& module, std::vector<OwnedP
   std::vector<NamedParameter> members;
   double bytes = 0;
   const auto finish = [&] {
-    if (!members.empty()) buckets.emplace_back(std::exchange(members, {}), /*as_views=*/false);
+    if (!members.empty()) buckets.emplace_back(std::exchange(members, {}));
     bytes = 0;
   };
   for (auto& piece : pieces) {

@@ -623,6 +623,49 @@ TEST(ReplacedTensorsElsewhere, decentralized_starts_from_what_was_loaded) {
   }
 }
 
+// All ranks have the same batch: as one process that does the same.
+TEST(ReplacedTensorsElsewhere, decentralized_parameters_exchange_their_memory_and_handles_on_it_stay) {
+  for (const int64_t exchange_at : {-1, 0, 2}) {
+    SCOPED_TRACE("step " + std::to_string(exchange_at));
+    auto net = trained_net();
+    auto one = trained_net();
+    DecentralizedDataParallel<NetImpl> parallel(net, sgd_of_named(), group(), {.bucket_cap_mb = 0.0001});
+    SGD optimizer(one->parameters(), SGDOptions(0.05));
+    std::vector<at::Tensor> handles;
+    for (const auto& parameter : net->parameters()) handles.push_back(parameter.data());
+    for (int64_t step = 0; step < 4; ++step) {
+      if (step == exchange_at) {
+        for (auto* of : {net.get(), one.get()}) exchange(*of);
+        if (step > 0) parallel.global_avg();
+      }
+      mean_loss(parallel.forward(batch(0, step))).backward();
+      optimizer.zero_grad();
+      mean_loss(one->forward(batch(0, step))).backward();
+      optimizer.step();
+      ASSERT_LT(difference(net->parameters(), one->parameters()), 1e-9) << step;
+      if (exchange_at < 0) ASSERT_EQ(difference(net->parameters(), handles), 0) << step;
+    }
+    if (exchange_at >= 0) continue;
+    for (auto& handle : handles) handle.clamp_(-0.01, 0.01);
+    for (const auto& parameter : net->parameters()) EXPECT_LE(parameter.abs().max().item<double>(), 0.01);
+  }
+}
+
+TEST(ReplacedTensorsElsewhere, decentralized_parameters_on_the_memory_of_another_are_refused_by_name) {
+  auto net = trained_net();
+  DecentralizedDataParallel<NetImpl> parallel(net, sgd_of_named(), group(), {});
+  const auto refuses = [&](const auto& act) {
+    net->second->bias.set_data(net->first->bias.data());
+    EXPECT_THAT(refusal(act), testing::AllOf(HasSubstr("first.bias and second.bias"), HasSubstr("clone()")));
+    net->second->bias.set_data(net->first->bias.data().clone());
+  };
+  refuses([&] { parallel.forward(batch(0, 0)); });
+  mean_loss(parallel.forward(batch(0, 0))).backward();
+  refuses([&] { parallel.global_avg(); });
+  parallel.global_avg();
+  mean_loss(parallel.forward(batch(0, 1))).backward();
+}
+
 // All ranks have the same batch: theta and its momentum start from the loaded values, whatever the outer update.
 TEST(ReplacedTensorsElsewhere, local_updates_start_from_what_was_loaded) {
   for (const bool in_place : {false, true}) {
