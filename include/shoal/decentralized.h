@@ -84,10 +84,10 @@ struct DecentralizedDataParallelOptions {
   double neighbour_timeout_seconds = 5;  // a neighbour that is later is left out of the step
 
   // Performance.
-  double bucket_cap_mb = 25;                       // MiB of parameters that are updated and published together
-  bool param_as_bucket_view = true;                // parameters lie in their bucket: the constructor gives them storages
-                                                   // of their own, whose memory is the bucket's from the first step
-                                                   // on (data() stays valid, addresses do not); off: they keep theirs
+  double bucket_cap_mb = 25;         // MiB of parameters that are updated and published together
+  bool param_as_bucket_view = true;  // parameters lie in their bucket: the constructor gives them storages
+                                     // of their own, whose memory is the bucket's from the first step
+                                     // on (data() stays valid, addresses do not); off: they keep theirs
   std::optional<at::ScalarType> exchange_dtype{};  // dtype to which values are rounded before they are sent; a rank's
                                                    // own values are not rounded
   std::optional<CompressedExchange> compressed_exchange{};  // replaces the plain exchange; for doubly stochastic
