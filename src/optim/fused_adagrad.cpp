@@ -35,18 +35,18 @@ AdagradParamState& state_of(torch::optim::Optimizer& optimizer, const at::Tensor
 at::Tensor FusedAdagrad::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
-  const auto groups = collect_aligned_updates(*this, "FusedAdagrad");
-  for (const auto& group : groups) {
-    for (const auto& [parameter, gradient] : group) {
+  const auto runs = collect_aligned_updates(*this, "FusedAdagrad");
+  for (const auto& run : runs) {
+    for (const auto& [parameter, gradient] : run.updates) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
       require_shape(static_cast<AdagradParamState&>(*found->second).sum(), "sum", parameter, "FusedAdagrad");
     }
   }
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const auto& options = static_cast<const AdagradOptions&>(param_groups_[i].options());
+  for (const auto& [group, updates] : runs) {
+    const auto& options = static_cast<const AdagradOptions&>(param_groups_[group].options());
     std::map<at::ScalarType, AdagradBatch> batches;
-    for (const auto& [parameter, gradient] : groups[i]) {
+    for (const auto& [parameter, gradient] : updates) {
       auto& state = state_of(*this, parameter, options);
       state.step(state.step() + 1);
       auto& batch = batches[parameter.scalar_type()];

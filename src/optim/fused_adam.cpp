@@ -57,15 +57,15 @@ at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Opt
                      const char* name, Kernel kernel) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
-  const auto groups = collect_aligned_updates(optimizer, name);
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const bool amsgrad = static_cast<const Options&>(optimizer.param_groups()[i].options()).amsgrad();
-    for (const auto& [parameter, gradient] : groups[i]) require_fit<State>(optimizer, parameter, amsgrad, name);
+  const auto runs = collect_aligned_updates(optimizer, name);
+  for (const auto& [group, updates] : runs) {
+    const bool amsgrad = static_cast<const Options&>(optimizer.param_groups()[group].options()).amsgrad();
+    for (const auto& [parameter, gradient] : updates) require_fit<State>(optimizer, parameter, amsgrad, name);
   }
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const auto& options = static_cast<const Options&>(optimizer.param_groups()[i].options());
+  for (const auto& [group, updates] : runs) {
+    const auto& options = static_cast<const Options&>(optimizer.param_groups()[group].options());
     std::map<at::ScalarType, AdamBatch> batches;
-    for (const auto& [parameter, gradient] : groups[i]) {
+    for (const auto& [parameter, gradient] : updates) {
       auto& state = state_of<State>(optimizer, parameter, options.amsgrad());
       state.step(state.step() + 1);
       auto& batch = batches[parameter.scalar_type()];

@@ -55,19 +55,19 @@ void update_by_operators(const SgdBatch& batch, bool first_step, const SGDOption
 at::Tensor FusedSGD::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
-  const auto groups = collect_aligned_updates(*this, "FusedSGD");
-  for (const auto& group : groups) {
-    for (const auto& [parameter, gradient] : group) {
+  const auto runs = collect_aligned_updates(*this, "FusedSGD");
+  for (const auto& run : runs) {
+    for (const auto& [parameter, gradient] : run.updates) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
       require_shape(static_cast<SGDParamState&>(*found->second).momentum_buffer(), "momentum_buffer", parameter,
                     "FusedSGD");
     }
   }
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const auto& options = static_cast<const SGDOptions&>(param_groups_[i].options());
+  for (const auto& [group, updates] : runs) {
+    const auto& options = static_cast<const SGDOptions&>(param_groups_[group].options());
     std::map<BatchKey, SgdBatch> batches;
-    for (const auto& [parameter, gradient] : groups[i]) {
+    for (const auto& [parameter, gradient] : updates) {
       at::Tensor momentum;
       bool first_step = false;
       if (options.momentum() != 0) {

@@ -59,13 +59,18 @@ MuonWithAdamW::ParamGroups MuonWithAdamW::groups_of(const torch::nn::Module& mod
   const auto add = [&](const auto* embedding) {
     if (embedding != nullptr) embeddings.insert(embedding->weight.unsafeGetTensorImpl());
   };
-  for (const auto& part : module.modules()) {
-    add(dynamic_cast<const torch::nn::EmbeddingImpl*>(part.get()));
-    add(dynamic_cast<const torch::nn::EmbeddingBagImpl*>(part.get()));
-  }
+  const auto note = [&](const torch::nn::Module& part) {
+    add(dynamic_cast<const torch::nn::EmbeddingImpl*>(&part));
+    add(dynamic_cast<const torch::nn::EmbeddingBagImpl*>(&part));
+  };
+  note(module);
+  // include_self would require that the module is in a shared_ptr.
+  for (const auto& part : module.modules(/*include_self=*/false)) note(*part);
   std::vector<at::Tensor> matrices;
   std::vector<at::Tensor> others;
+  std::set<const c10::TensorImpl*> seen;
   for (const auto& parameter : module.parameters()) {
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     const bool hidden = parameter.dim() == 2 && embeddings.count(parameter.unsafeGetTensorImpl()) == 0;
     (hidden ? matrices : others).push_back(parameter);
   }

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <unordered_set>
+
 #include "shoal/error.h"
 
 namespace shoal {
@@ -39,20 +41,26 @@ std::vector<std::vector<Update>> collect_updates(const torch::optim::Optimizer& 
   return groups;
 }
 
-std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Optimizer& of,
-                                                         const std::string& optimizer) {
+std::vector<UpdateRun> collect_aligned_updates(const torch::optim::Optimizer& of, const std::string& optimizer) {
   auto groups = collect_updates(of, optimizer);
-  for (auto& group : groups) {
-    for (auto& [parameter, gradient] : group) {
+  std::vector<UpdateRun> runs;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    runs.push_back({i, {}});
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (auto& [parameter, gradient] : groups[i]) {
       if (!parameter.is_non_overlapping_and_dense()) {
         throw UsageError(
             optimizer +
             ": a parameter has gaps in memory; clone it, or use libtorch's optimizer without Fused in the name");
       }
-      gradient = aligned(gradient, parameter);
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
+        runs.push_back({i, {}});
+        seen = {parameter.unsafeGetTensorImpl()};
+      }
+      runs.back().updates.push_back({parameter, aligned(gradient, parameter)});
     }
   }
-  return groups;
+  return runs;
 }
 
 void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter,

@@ -20,10 +20,16 @@ at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure);
 // floating-point.
 std::vector<std::vector<Update>> collect_updates(const torch::optim::Optimizer& of, const std::string& optimizer);
 
+// Updates that one kernel call may make in any order: no parameter comes twice.
+struct UpdateRun {
+  size_t group;  // of the optimizer's param groups
+  std::vector<Update> updates;
+};
+
 // The same for kernels that walk a parameter's tensors side by side in memory: a gradient with other strides is copied
-// to the parameter's; UsageError for a parameter with gaps in memory.
-std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Optimizer& of,
-                                                         const std::string& optimizer);
+// to the parameter's; UsageError for a parameter with gaps in memory. To be made in this order; where a group lists a
+// parameter again, which libtorch then updates again, another run of the group begins.
+std::vector<UpdateRun> collect_aligned_updates(const torch::optim::Optimizer& of, const std::string& optimizer);
 
 // UsageError, before anything has changed, for a state tensor with another shape than its parameter's, as a checkpoint of
 // another model brings it: the kernels would read and write past its end. An undefined one fits.

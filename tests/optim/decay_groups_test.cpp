@@ -56,6 +56,21 @@ TEST(DecayGroups, DEC16_biases_and_norms_are_spared) {
   EXPECT_EQ(split.decayed.size(), 5U);
 }
 
+// A submodule under two names, which Module::parameters() lists twice, as does a tied weight.
+TEST(DecayGroups, DEC16_muon_and_adamw_get_each_parameter_once) {
+  ManyKindsImpl module;
+  const auto linear = module.named_children()["linear"];
+  module.register_module("shared", linear);
+  module.register_module("embedding_again", module.named_children()["embedding"]);
+  const auto groups = MuonWithAdamW::groups_of(module);
+  ASSERT_EQ(groups.size(), 2U);
+  EXPECT_THAT(names_of(module, groups[0].params()),
+              UnorderedElementsAre("table", "linear.weight", "shared.weight", "gru.weight_ih_l0", "gru.weight_hh_l0",
+                                   "norm_of_pictures.weight", "norm_of_pictures.bias"));
+  EXPECT_EQ(groups[0].params().size(), 6U);
+  EXPECT_EQ(groups[1].params().size(), 8U) << "embedding, bias_k, scale, biases and norms of one dimension";
+}
+
 // With zero gradients, only decay changes parameters.
 template <class Optimizer, class Options>
 void expect_decay(const Options& options) {

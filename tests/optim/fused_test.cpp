@@ -73,6 +73,37 @@ TEST(FusedSGD, equals_libtorchs_sgd) {
   }
 }
 
+// libtorch's Module::parameters() lists a submodule's parameters under each of its names, and its optimizers update them
+// each time. A new momentum has no values before the first of these updates.
+template <class Fused, class Plain, class Options>
+void expect_each_update(const Options& options) {
+  auto own = parameters(at::kDouble), reference = parameters(at::kDouble);
+  const auto twice = [](std::vector<at::Tensor> list) {
+    list.insert(list.end(), {list[0], list[1], list[0]});
+    return list;
+  };
+  Fused fused(twice(own), options);
+  Plain plain(twice(reference), options);
+  for (int step = 0; step < 4; ++step) {
+    set_gradients(own, step);
+    set_gradients(reference, step);
+    fused.step();
+    plain.step();
+    for (size_t i = 0; i < own.size(); ++i) {
+      ASSERT_TRUE(at::allclose(own[i], reference[i], 1e-12, 1e-12)) << "step " << step << ", parameter " << i;
+    }
+  }
+}
+
+TEST(Fused, a_parameter_that_is_listed_again_is_updated_again) {
+  expect_each_update<FusedSGD, SGD>(SGDOptions(0.1));
+  expect_each_update<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9).dampening(0.2).weight_decay(0.1));
+  expect_each_update<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true));
+  expect_each_update<FusedAdam, Adam>(AdamOptions(1e-2).weight_decay(0.1));
+  expect_each_update<FusedAdamW, AdamW>(AdamWOptions(1e-2));
+  expect_each_update<FusedAdagrad, Adagrad>(AdagradOptions(0.1).lr_decay(0.05));
+}
+
 // libtorch's kernel does not store 16-bit parameters on the CPU.
 TEST(FusedSGD, trains_sixteen_bit_parameters) {
   for (const auto& [dtype, tolerance] : {std::pair(at::kBFloat16, 3e-2), std::pair(at::kHalf, 4e-3)}) {
