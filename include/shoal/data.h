@@ -41,8 +41,9 @@ struct DistributedSamplerOptions {
 // with more than twice as many ranks as samples it gives indices beyond the end, and its only seed is the epoch.
 //
 // Usable as torch::data::samplers::Sampler<>. A data loader works on a copy of the sampler, made when the loader is
-// made. Where the ranks of an elastic job have changed since, reset() of that copy is a UsageError: it would take samples
-// twice, and others never. Copyable. Not collective. Not thread-safe.
+// made. Its reset() takes the epoch and the place that set_epoch() and seek() have named since in the sampler that it was
+// copied from, unless they have been called of the copy itself. Where the ranks of an elastic job have changed since, it is a
+// UsageError: it would take samples twice, and others never. Copyable. Not collective. Not thread-safe.
 class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
  public:
   // size: samples of the data set. UsageError for a data set without samples, a rank that is not below num_replicas,
@@ -55,9 +56,9 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   // new_size: another size of the data set from now on. UsageError in a copy that has the division of an elastic job's
   // former ranks; a divide() of its own, or copying the sampler again, ends that.
   void reset(std::optional<size_t> new_size = std::nullopt) override;
-  // Another order of the samples; each epoch begins with it.
+  // Another order of the samples; each epoch begins with it. Call reset() in a loop that has no set_epoch().
   void set_epoch(size_t epoch);
-  // The next samples, fewer at the end of the epoch; nothing after it.
+  // The next samples, fewer at the end of the epoch; nothing after it, until set_epoch() or reset() begins one.
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
 
   // This rank's samples in the present epoch; Python's len(sampler).
@@ -70,12 +71,12 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   // This rank's samples taken so far in this epoch. A data loader takes batches ahead of the loop.
   size_t index() const { return divided_ == epoch_ ? index_ : 0; }
 
-  // To resume in the middle of an epoch: this epoch, here and in copies, begins behind the first `index` samples; later
-  // epochs begin at their start. With another number of ranks, scale the index by old ranks / new ranks. UsageError for
-  // more than num_samples().
+  // To resume in the middle of an epoch: this epoch, here and in copies, begins behind the first `index` samples. Once a
+  // pass has come to its end, further passes begin at their start, as do later epochs. With another number of ranks, scale
+  // the index by old ranks / new ranks. UsageError for more than num_samples(); an epoch's last batch may be smaller:
   //
   //   sampler.set_epoch(epoch);
-  //   sampler.seek(batches_done * batch_size);
+  //   sampler.seek(std::min(batches_done * batch_size, sampler.num_samples()));
   void seek(size_t index);
 
   // Shares out the rest of the present epoch among other ranks, here and in copies: the first `taken` places of the
@@ -102,9 +103,12 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
 
   // Epoch, index() and the place of divide(). load() restores them, as set_epoch(), divide() and seek() do; with a
   // UsageError it changes nothing. A data loader advances its copy and not this sampler: call
-  // seek(batches_done * batch_size) before saving.
+  // seek() as above before saving.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
+
+  // A copy that goes on alone: what is called of this sampler and its copies from now on does not concern it.
+  DistributedSampler clone() const;
 
  private:
   friend class Elastic;
@@ -135,11 +139,30 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   size_t first_ = 0;    // place at which their division begins
   bool named_ = false;  // set_epoch() was called
 
-  // Where an epoch begins: its division at a place, and this rank behind so many samples of it.
+  // Where an epoch begins: its division at a place, and this rank behind so many samples of it. Shared with copies.
   struct Begin {
     size_t epoch;
     size_t first;
     size_t index;
+    bool sought = false;                   // by seek() or load()
+    std::atomic<bool> index_used = false;  // a pass that began behind them has come to its end
+  };
+  // What set_epoch() and seek() say to copies that there are already. A copy hears the sampler that it was copied from, and
+  // what that one hears, until something is said to itself.
+  class Words {
+   public:
+    Words();
+    Words(const Words& of);
+    Words& operator=(const Words& of);
+    ~Words() = default;
+    void say(size_t epoch, std::shared_ptr<Begin> begin);
+    // What is new since the last call, or the copy; false: nothing. begin: nullptr: none was sought.
+    bool hear(size_t& epoch, std::shared_ptr<Begin>& begin);
+
+   private:
+    struct Place;
+    std::shared_ptr<Place> own_;
+    uint64_t heard_ = 0;
   };
   // The ranks that there are, and the samples of a share in a step; none: num_replicas_ ranks.
   struct StandsIn {
@@ -153,10 +176,16 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   size_t places_between(size_t first, size_t end) const;
   // This rank's samples in an epoch whose division begins at a place.
   size_t samples_from(size_t first) const;
-  void begin_at(size_t first, size_t index);
+  // The beginning of the present epoch, unless that is its first place.
+  Begin* begin() const { return begin_ && begin_->epoch == epoch_ ? begin_.get() : nullptr; }
+  void begin_epoch(std::optional<size_t> new_size = std::nullopt);
+  void begin_at(size_t first, size_t index, bool sought = false);
+  void hear();
+  void say() { words_.say(epoch_, begin_ && begin_->sought ? begin_ : nullptr); }
   // UsageError if this rank has fewer than `index` samples from `first` on.
   void require_within(size_t index, size_t first) const;
-  std::optional<Begin> begin_;
+  std::shared_ptr<Begin> begin_;
+  Words words_;
   std::optional<StandsIn> stands_in_;
   JobDivision job_division_;
 };

@@ -53,14 +53,18 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         self.dataset: Any = dataset
         self._seed = _index("seed", seed)
         self._draws: Draws | None = None  # of the newest iteration
+        self._sought = False  # seek() holds
+        self._indices: Iterator[Any] | None = None  # of the newest iteration since then
 
     def set_epoch(self, epoch: int) -> None:
         """Another order of the samples. Call it before each epoch."""
         self._core.set_epoch(_count("epoch", epoch))
 
     def seek(self, index: int) -> None:
-        """This epoch begins behind the rank's first `index` samples; later epochs begin at their start."""
+        """This epoch begins behind the rank's first `index` samples. Once a pass has come to its end, further passes begin at
+        their start, as do later epochs."""
         self._core.seek(_count("index", index))
+        self._sought, self._indices = True, None
 
     @property
     def shuffle(self) -> bool:  # type: ignore[override]
@@ -123,16 +127,20 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         return self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        indices = iter(self._core.indices())
+        if self._sought and self._indices is not None and operator.length_hint(self._indices) == 0:
+            self.seek(0)
+            self._sought = False
+        self._indices = indices = iter(self._core.indices())
         self._draws = draws_of(indices, sys._getframe(1))
         return indices
 
     def __len__(self) -> int:
-        """Samples of this rank in the present epoch, or in what is left of it behind seek(), or since the ranks have changed."""
+        """Samples of this rank in the present epoch, or in what is left of it since the ranks have changed, or behind seek() until
+        another pass begins."""
         return self.num_samples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_core": copy.copy(self._core), "_draws": None}
+        return {**self.__dict__, "_core": copy.copy(self._core), "_draws": None, "_indices": None}
 
 
 def _index(name: str, value: Any) -> int:

@@ -16,9 +16,23 @@ def test_PY05_a_sampler_goes_on_from_a_place():
         sampler.seek(3)
         assert list(sampler) == [6 + rank] and len(sampler) == 1
         loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2, sampler=sampler)
-        assert len(loader) == len(list(loader)) == 1
+        sampler.seek(3)
+        assert [len(loader) for _ in loader] == [1]
         sampler.set_epoch(1)
         assert list(sampler) == [rank, 2 + rank, 4 + rank, 6 + rank] and len(sampler) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_PY05_passes_after_that_of_seek_are_whole_without_set_epoch(workers):
+    sampler = shoal.data.DistributedSampler(list(range(10)), num_replicas=2, rank=0, shuffle=False)
+    loader = torch.utils.data.DataLoader(list(range(10)), batch_size=2, sampler=sampler, num_workers=workers)
+    for _ in range(2):
+        sampler.seek(3)
+        assert next(iter(sampler)) == 6  # a look at the first is no pass
+        assert [[len(batch) for batch in loader] for _ in range(3)] == [[2], [2, 2, 1], [2, 2, 1]]
+        assert len(loader) == 3
+    with pytest.raises(shoal.UsageError, match=r"seek\(min\(batches_done \* batch_size, 5\)\)"):
+        sampler.seek(3 * 2)
 
 
 def test_PY05_a_sampler_whose_options_are_set_later_has_the_indices_of_torchs():

@@ -6,6 +6,7 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "shoal/data.h"
 #include "shoal/error.h"
@@ -53,9 +54,59 @@ DistributedSampler::DistributedSampler(size_t size, const Group& group, const Di
 void DistributedSampler::set_epoch(size_t epoch) {
   named_ = true;
   torch::data::samplers::DistributedSampler<>::set_epoch(epoch);
+  say();
+}
+
+struct DistributedSampler::Words::Place {
+  std::shared_ptr<Place> copied_from;
+  std::mutex mutex{};   // data loaders may run on threads of their own
+  uint64_t number = 0;  // of what was said last; 0: nothing
+  size_t epoch = 0;
+  std::shared_ptr<Begin> begin{};
+};
+
+DistributedSampler::Words::Words() : own_(std::make_shared<Place>()) {}
+
+DistributedSampler::Words::Words(const Words& of) : own_(new Place{.copied_from = of.own_}), heard_(of.heard_) {}
+
+DistributedSampler::Words& DistributedSampler::Words::operator=(const Words& of) {
+  own_.reset(new Place{.copied_from = of.own_});
+  heard_ = of.heard_;
+  return *this;
+}
+
+void DistributedSampler::Words::say(size_t epoch, std::shared_ptr<Begin> begin) {
+  static std::atomic<uint64_t> numbers = 0;
+  const std::scoped_lock lock(own_->mutex);
+  own_->epoch = epoch;
+  own_->begin = std::move(begin);
+  heard_ = own_->number = ++numbers;
+}
+
+bool DistributedSampler::Words::hear(size_t& epoch, std::shared_ptr<Begin>& begin) {
+  for (auto* place = own_.get(); place != nullptr; place = place->copied_from.get()) {
+    const std::scoped_lock lock(place->mutex);
+    if (place->number == 0) continue;
+    if (place->number <= heard_) return false;
+    heard_ = place->number;
+    epoch = place->epoch;
+    begin = place->begin;
+    return true;
+  }
+  return false;
+}
+
+void DistributedSampler::hear() {
+  std::shared_ptr<Begin> sought;
+  if (words_.hear(epoch_, sought) && sought) begin_ = std::move(sought);
 }
 
 void DistributedSampler::reset(std::optional<size_t> new_size) {
+  hear();
+  begin_epoch(new_size);
+}
+
+void DistributedSampler::begin_epoch(std::optional<size_t> new_size) {
   if (job_division_.outdated()) {
     throw UsageError(fmt::format(
         "DistributedSampler: this copy, as rank {} of {}, has the division of the job's former ranks, and Elastic "
@@ -70,8 +121,7 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
                          : at::arange(count, at::kLong);
   const int64_t* shuffled = order.const_data_ptr<int64_t>();
   divided_ = epoch_;
-  const bool here = begin_ && begin_->epoch == epoch_;
-  first_ = here ? std::min(begin_->first, size_) : 0;
+  first_ = begin() != nullptr ? std::min(begin_->first, size_) : 0;
   const size_t end = first_ + places(size_ - first_, num_replicas_, options_);
   indices_.clear();
   const size_t block = stands_in_ ? stands_in_->batch * num_replicas_ : std::max<size_t>(1, end - first_);
@@ -84,13 +134,14 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
       }
     }
   }
-  index_ = here ? std::min(begin_->index, indices_.size()) : 0;
-  begin_.reset();
+  index_ = begin() != nullptr && !begin_->index_used ? std::min(begin_->index, indices_.size()) : 0;
 }
 
 std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
-  if (index_ == indices_.size()) return std::nullopt;
+  if (divided_ != epoch_) begin_epoch();
   const size_t end = index_ + std::min(batch_size, indices_.size() - index_);
+  if (end == indices_.size() && begin() != nullptr) begin_->index_used = true;
+  if (index_ == indices_.size()) return std::nullopt;
   std::vector<size_t> batch(indices_.begin() + static_cast<std::ptrdiff_t>(index_),
                             indices_.begin() + static_cast<std::ptrdiff_t>(end));
   index_ = end;
@@ -116,18 +167,19 @@ size_t DistributedSampler::unpadded() const {
 }
 
 size_t DistributedSampler::left() const {
-  const bool here = begin_ && begin_->epoch == epoch_;
-  const size_t samples = samples_from(here ? std::min(begin_->first, size_) : 0);
-  return samples - (here ? std::min(begin_->index, samples) : 0);
+  const size_t samples = samples_from(begin() != nullptr ? std::min(begin_->first, size_) : 0);
+  return samples - (begin() != nullptr && !begin_->index_used ? std::min(begin_->index, samples) : 0);
 }
 
 void DistributedSampler::set_options(const DistributedSamplerOptions& options) {
   check(options);
   options_ = options;
   if (divided_ == epoch_) {
+    const auto begin = begin_;
     begin_at(first_, index_);
+    begin_ = begin;
   } else {
-    reset();
+    begin_epoch();
   }
 }
 
@@ -156,22 +208,25 @@ size_t DistributedSampler::shares() const {
   return stands_in_ ? (num_replicas_ - rank_ + stands_in_->ranks - 1) / stands_in_->ranks : 1;
 }
 
-void DistributedSampler::begin_at(size_t first, size_t index) {
-  begin_ = {epoch_, first, index};
-  reset();
-  begin_ = {epoch_, first, index};  // for copies
+void DistributedSampler::begin_at(size_t first, size_t index, bool sought) {
+  begin_.reset(new Begin{epoch_, first, index, sought});
+  begin_epoch();
 }
 
 void DistributedSampler::require_within(size_t index, size_t first) const {
   const size_t samples = samples_from(first);
   if (index <= samples) return;
-  throw UsageError(fmt::format("DistributedSampler: cannot begin behind {} samples: this rank has {}", index, samples));
+  throw UsageError(
+      fmt::format("DistributedSampler: cannot begin behind {} samples: this rank has {}. An epoch's last batch may be "
+                  "smaller: seek(min(batches_done * batch_size, {}))",
+                  index, samples, samples));
 }
 
 void DistributedSampler::seek(size_t index) {
   const size_t first = first_place();
   require_within(index, first);
-  begin_at(first, index);
+  begin_at(first, index, /*sought=*/true);
+  say();
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
@@ -188,7 +243,17 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   const auto first = std::min(size_, static_cast<size_t>(std::max<int64_t>(0, saved.item<int64_t>())));
   require_within(index, first);
   epoch_ = epoch;
-  begin_at(first, index);
+  begin_at(first, index, /*sought=*/true);
+  say();
+}
+
+DistributedSampler DistributedSampler::clone() const {
+  auto copy = *this;
+  copy.words_ = Words();
+  if (begin_)
+    copy.begin_.reset(
+        new Begin{begin_->epoch, begin_->first, begin_->index, begin_->sought, begin_->index_used.load()});
+  return copy;
 }
 
 }  // namespace shoal

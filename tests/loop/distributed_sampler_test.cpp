@@ -198,7 +198,22 @@ TEST(DistributedSampler, seeks_within_its_samples) {
   sampler.seek(6);
   EXPECT_EQ(drain(sampler), Indices(all.begin() + 6, all.end()));
   EXPECT_EQ(sampler.num_samples(), 10U);
-  EXPECT_THROW(sampler.seek(11), UsageError);
+  EXPECT_THAT([&] { sampler.seek(12); },
+              testing::ThrowsMessage<UsageError>(testing::HasSubstr("seek(min(batches_done * batch_size, 10))")));
+  sampler.seek(10);
+  EXPECT_EQ(sampler.next(2), std::nullopt) << "the end of the epoch";
+  sampler.set_epoch(1);
+  EXPECT_EQ(drain(sampler).size(), 10U);
+}
+
+TEST(DistributedSampler, next_begins_the_epoch_that_set_epoch_has_named) {
+  DistributedSampler sampler(20, 2, 1);
+  for (const size_t epoch : {1, 2, 0}) {
+    sampler.set_epoch(epoch);
+    EXPECT_EQ(drain(sampler), epoch_of(20, epoch, {}, 2, 1));
+    EXPECT_EQ(sampler.index(), 10U);
+    EXPECT_EQ(sampler.next(2), std::nullopt);
+  }
 }
 
 // Its elements are their own indices.
@@ -207,12 +222,18 @@ struct Counting : torch::data::datasets::BatchDataset<Counting, Indices> {
   std::optional<size_t> size() const override { return 20; }
 };
 
-Indices served(const DistributedSampler& sampler, size_t workers) {
+auto loader_of(const DistributedSampler& sampler, size_t workers = 0) {
+  return torch::data::make_data_loader(Counting(), sampler, torch::data::DataLoaderOptions(3).workers(workers));
+}
+
+Indices pass_of(decltype(*loader_of(std::declval<DistributedSampler>())) loader) {
   Indices all;
-  const auto loader =
-      torch::data::make_data_loader(Counting(), sampler, torch::data::DataLoaderOptions(3).workers(workers));
-  for (const Indices& batch : *loader) all.insert(all.end(), batch.begin(), batch.end());
+  for (const Indices& batch : loader) all.insert(all.end(), batch.begin(), batch.end());
   return all;
+}
+
+Indices served(const DistributedSampler& sampler, size_t workers) {
+  return pass_of(*loader_of(sampler, workers));
 }
 
 TEST(DistributedSampler, a_data_loader_resumes_in_the_middle_of_an_epoch) {
@@ -231,6 +252,56 @@ TEST(DistributedSampler, a_data_loader_resumes_in_the_middle_of_an_epoch) {
   }
 }
 
+// Loops without shuffle have no reason to name epochs.
+TEST(DistributedSampler, passes_after_that_of_seek_are_whole_without_set_epoch) {
+  DistributedSampler sampler(20, 2, 1, {.shuffle = false});
+  const auto whole = drain(sampler);
+  const Indices rest(whole.begin() + 6, whole.end());
+  for (const bool one_loader : {true, false}) {
+    sampler.seek(6);
+    const auto loader = loader_of(sampler);
+    loader->begin();  // a look at the first batch
+    EXPECT_EQ(one_loader ? pass_of(*loader) : served(sampler, 2), rest);
+    EXPECT_EQ(sampler.left(), 10U);
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(one_loader ? pass_of(*loader) : served(sampler, 0), whole);
+  }
+  sampler.seek(6);
+  for (const auto& expected : {rest, whole, whole}) {  // no loader
+    EXPECT_EQ(drain(sampler), expected);
+    sampler.reset();
+  }
+}
+
+TEST(DistributedSampler, a_loader_made_once_takes_the_epochs_and_places_that_are_named_later) {
+  for (const size_t workers : {0, 2}) {
+    DistributedSampler sampler(20, 2, 1, {.seed = 3});
+    const auto loader = loader_of(sampler, workers);
+    const auto epoch = [](size_t number) { return epoch_of(20, number, {.seed = 3}, 2, 1); };
+    sampler.set_epoch(2);
+    sampler.seek(6);
+    const auto second = epoch(2);
+    EXPECT_EQ(pass_of(*loader), Indices(second.begin() + 6, second.end()));
+    EXPECT_EQ(pass_of(*loader), second);
+    for (const size_t number : {3, 4}) {
+      sampler.set_epoch(number);
+      EXPECT_EQ(pass_of(*loader), epoch(number));
+    }
+  }
+}
+
+TEST(DistributedSampler, a_copy_hears_its_sampler_until_it_is_told_its_own_epoch) {
+  DistributedSampler sampler(20, 2, 1);
+  auto copy = sampler, own = sampler, alone = sampler.clone();
+  auto of_own = own;
+  own.set_epoch(7);
+  sampler.set_epoch(3);
+  for (const auto& [one, epoch] : {std::pair(&copy, 3), {&own, 7}, {&of_own, 7}, {&alone, 0}, {&sampler, 3}}) {
+    one->reset();
+    EXPECT_EQ(one->epoch(), static_cast<size_t>(epoch));
+    EXPECT_EQ(drain(*one), epoch_of(20, static_cast<size_t>(epoch), {}, 2, 1));
+  }
+}
+
 TEST(DistributedSampler, takes_a_new_size_on_reset) {
   DistributedSampler sampler(20, 1, 0);
   sampler.reset(5);
@@ -240,16 +311,19 @@ TEST(DistributedSampler, takes_a_new_size_on_reset) {
 TEST(DistributedSampler, counts_what_a_data_loader_takes) {
   for (const auto& options : {Options{}, keep, drop}) {
     DistributedSampler sampler(21, 2, 1, options);
-    const auto takes = [&] { return served(sampler, 0).size(); };
-    EXPECT_EQ(sampler.left(), takes());
+    const auto expect_left = [&] {
+      const auto left = sampler.left();
+      EXPECT_EQ(left, served(sampler, 0).size());
+    };
+    expect_left();
     sampler.seek(6);
-    EXPECT_EQ(sampler.left(), takes());
+    expect_left();
     sampler.divide(3, 1, 7);
-    EXPECT_EQ(sampler.left(), takes());
+    expect_left();
     sampler.divide_shares(4, 2, 1, 2, 5);
-    EXPECT_EQ(sampler.left(), takes());
+    expect_left();
     sampler.set_epoch(1);
-    EXPECT_EQ(sampler.left(), takes());
+    expect_left();
   }
 }
 

@@ -55,7 +55,7 @@ void bind_sampler(py::module_& module) {
       }))
       .def("indices",
            [](const Sampler& sampler) {
-             auto copy = sampler;  // as a data loader has
+             auto copy = sampler.clone();
              copy.reset();
              return copy.next(std::numeric_limits<size_t>::max()).value_or(std::vector<size_t>());
            })
@@ -67,8 +67,8 @@ void bind_sampler(py::module_& module) {
       .def("rank", &Sampler::rank)
       .def("options", [](const Sampler& sampler) { return to_dict(sampler.options()); })
       .def("set_options", [](Sampler& sampler, const py::dict& given) { sampler.set_options(sampler_options(given)); })
-      .def("__copy__", [](const Sampler& sampler) { return Sampler(sampler); })
-      .def("__deepcopy__", [](const Sampler& sampler, const py::dict& /*memo*/) { return Sampler(sampler); })
+      .def("__copy__", &Sampler::clone)
+      .def("__deepcopy__", [](const Sampler& sampler, const py::dict& /*memo*/) { return sampler.clone(); })
       .def(py::pickle(&state_of, &from_state));
 }
 
