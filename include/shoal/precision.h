@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 #include <torch/types.h>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -54,6 +55,8 @@ class GradScaler {
   // gradients are skipped; pass gradients that share memory only once. The factor is rounded to float32, which is exact
   // for powers of two, as with the default factors. Throws UsageError for integer tensors.
   bool unscale(const std::vector<at::Tensor>& gradients) const;
+  // Whether unscale() has divided one of them since the last update(). A step that unscales by itself refuses these.
+  bool unscaled(const std::vector<at::Tensor>& gradients) const;
   // Updates the scale. Call it after each step, with a value that is equal on all ranks. A dynamic scale stays within
   // the range of float32 and above min_scale.
   void update(bool found_inf_anywhere);
@@ -66,6 +69,8 @@ class GradScaler {
  private:
   GradScalerOptions options_;
   GradScalerState state_;
+  // Where the gradients lie that unscale() has divided since the last update().
+  mutable std::map<const void*, c10::weak_intrusive_ptr<c10::StorageImpl>> unscaled_;
 };
 
 // Dtypes of a training.

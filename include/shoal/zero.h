@@ -46,7 +46,8 @@ class OSSCore : public ShardedOptimizerBase {
           bool element_wise, const Group& group, const OSSOptions& options);
 
   // A step for scaled losses: unscales this rank's gradients and checks them for inf and NaN. If no rank finds any,
-  // clips them to `max_norm` (0: no clipping) and steps. Updates the scaler. Returns true if it stepped. Collective.
+  // clips them to `max_norm` (0: no clipping) and steps. Updates the scaler. Returns true if it stepped. UsageError on all
+  // ranks for gradients that GradScaler::unscale() has unscaled since the scaler's last update(). Collective.
   bool step(GradScaler& scaler, double max_norm = 0);
   // ShardedOptimizerBase::step, called and returning as libtorch's.
   at::Tensor step(LossClosure closure = nullptr) override { return ShardedOptimizerBase::step(std::move(closure)); }
@@ -55,7 +56,7 @@ class OSSCore : public ShardedOptimizerBase {
   // 0 if there are no gradients. norm_type: as for torch's clip_grad_norm_, including infinity (largest element),
   // fractions, negative numbers and 0 (number of parameters with a gradient). The result on every rank equals that
   // function applied to the whole model's averaged gradients, also with inf and NaN among them. Throws UsageError for a
-  // norm_type of NaN. Collective.
+  // norm_type of NaN. Gradients of a scaled loss have its scale: give step(scaler, max_norm) the norm. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
 
   // Adopts changes of requires_grad. Parameters that have become trainable join with rank 0's values. Trainable

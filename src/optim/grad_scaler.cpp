@@ -23,6 +23,10 @@ bool usable(double scale) {
   return scale > 0 && scale <= std::numeric_limits<float>::max();
 }
 
+at::Tensor values_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values() : gradient;
+}
+
 }  // namespace
 
 void GradScalerOptions::validate() const {
@@ -61,7 +65,7 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& gradients) const {
       throw UsageError(fmt::format("GradScaler: a gradient has dtype {}; only floating-point gradients can be unscaled",
                                    c10::toString(gradient.scalar_type())));
     }
-    const auto dense = gradient.is_sparse() ? gradient._values() : gradient;
+    const auto dense = values_of(gradient);
     batches[{dense.device().str(), dense.scalar_type()}].push_back(dense);
   }
   bool found = false;
@@ -70,11 +74,28 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& gradients) const {
     auto found_inf = at::zeros({}, options);
     at::_amp_foreach_non_finite_check_and_unscale_(batch, found_inf, at::full({}, 1 / state_.scale, options));
     found = found_inf.item<float>() != 0 || found;
+    for (const auto& gradient : batch) {
+      if (gradient.numel() == 0) continue;
+      unscaled_.insert_or_assign(gradient.const_data_ptr(),
+                                 c10::weak_intrusive_ptr<c10::StorageImpl>(gradient.storage().getWeakStorageImpl()));
+    }
   }
+  std::erase_if(unscaled_, [](const auto& memory) { return memory.second.expired(); });
   return found;
 }
 
+bool GradScaler::unscaled(const std::vector<at::Tensor>& gradients) const {
+  return std::any_of(gradients.begin(), gradients.end(), [&](const at::Tensor& gradient) {
+    if (!gradient.defined()) return false;
+    const auto dense = values_of(gradient);
+    if (!dense.has_storage() || dense.numel() == 0) return false;
+    const auto found = unscaled_.find(dense.const_data_ptr());
+    return found != unscaled_.end() && !found->second.expired();
+  });
+}
+
 void GradScaler::update(bool found_inf_anywhere) {
+  unscaled_.clear();
   if (!options_.dynamic) return;
   if (found_inf_anywhere) {
     state_.good_steps = 0;
@@ -96,6 +117,7 @@ void GradScaler::load(const GradScalerState& state) {
                                  state.scale, state.good_steps, state.hysteresis_left));
   }
   state_ = state;
+  unscaled_.clear();
 }
 
 }  // namespace shoal

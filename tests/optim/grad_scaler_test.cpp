@@ -97,6 +97,17 @@ TEST(GradScaler, MEG10_finds_inf_and_nan_in_any_of_mixed_gradients) {
   }
 }
 
+TEST(GradScaler, knows_what_it_has_unscaled_until_the_update) {
+  GradScaler scaler({.initial_scale = 4});
+  const auto one = at::ones({4}), sparse = at::ones({4, 2}).to_sparse(1), other = at::ones({4});
+  scaler.unscale({one, sparse, at::ones({3})});
+  EXPECT_TRUE(scaler.unscaled({other, one}));
+  EXPECT_TRUE(scaler.unscaled({sparse}));
+  EXPECT_FALSE(scaler.unscaled({other, at::Tensor(), at::ones({3}), at::ones({0})}));
+  scaler.update(false);
+  EXPECT_FALSE(scaler.unscaled({one, sparse}));
+}
+
 TEST(GradScaler, unscales_sparse_gradients_and_what_is_not_contiguous) {
   const GradScaler scaler({.initial_scale = 4});
   const auto sparse = at::full({3, 2}, 8.0).to_sparse(1);

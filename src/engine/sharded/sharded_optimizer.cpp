@@ -36,9 +36,17 @@ std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const Gr
   finite = true;
   if (scaler == nullptr) return gradients;
   const auto unscale = [&] {
-    auto found = at::full({1}, scaler->unscale(gradients) ? 1 : 0, at::kInt);
+    const int own = scaler->unscaled(gradients) ? 2 : scaler->unscale(gradients) ? 1 : 0;
+    auto found = at::full({1}, own, at::kInt);
     for (const auto& scalars : groups_of_scalars()) {
       scalars.all_reduce(found, ReduceOp::max, label("inf or NaN in gradients")).wait();
+    }
+    if (found.item<int>() == 2) {
+      finite.reset();
+      throw UsageError(
+          name +
+          ": the gradients have been unscaled already, by GradScaler::unscale(), and a step with the scaler does "
+          "that itself, and clips: call step(scaler, max_norm) without unscale() and clip_grad_norm()");
     }
     finite = found.item<int>() == 0;
   };

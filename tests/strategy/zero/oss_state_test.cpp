@@ -190,6 +190,26 @@ TEST(Oss, OSS10_BEY07_inf_on_one_rank_only_is_skipped_by_all) {
   EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12);
 }
 
+// The order of torch.amp: unscale, clip, step.
+TEST(Oss, OSS10_gradients_that_are_unscaled_already_are_refused_on_all_ranks) {
+  auto model = seeded(1);
+  OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
+  GradScaler scaler({.initial_scale = 1024});
+  const auto before = model->first->weight.detach().clone();
+  std::vector<at::Tensor> own;
+  set_mean_gradients(model, 0);
+  for (const auto& parameter : model->parameters()) {
+    if (optimizer.param_to_rank(parameter) == 0) own.push_back(parameter.grad());  // other ranks find none of theirs
+  }
+  scaler.unscale(own);
+  optimizer.clip_grad_norm(0.5);
+  EXPECT_THAT([&] { optimizer.step(scaler); },
+              testing::ThrowsMessage<UsageError>(testing::HasSubstr("call step(scaler, max_norm) without unscale()")));
+  EXPECT_TRUE(at::equal(model->first->weight, before));
+  scaler.update(false);
+  EXPECT_TRUE(optimizer.step(scaler));
+}
+
 // step() and clip_grad_norm() adopt changes of requires_grad before they look at gradients.
 TEST(Oss, OSS05_OSS10_gradients_of_a_parameter_unfrozen_since_are_unscaled_and_clipped) {
   for (const bool scaled : {true, false}) {
