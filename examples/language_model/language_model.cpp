@@ -136,7 +136,7 @@ int main(int argc, char** argv) {
     optimizer.step();
     optimizer.zero_grad();
     schedule.step();
-    if (step % 100 == 0) shoal::save_async(run, training, {.step = step, .keep_last = 2});
+    if (step % 100 == 0 && step < stop) shoal::save_async(run, training, {.step = step, .keep_last = 2});
     if (step % 20 == 0 || step == stop) {
       auto mean = loss.detach();
       world.group().all_reduce(mean, shoal::ReduceOp::avg).wait();

@@ -49,16 +49,35 @@ std::vector<int64_t> published_steps(const fs::path& root) {
   return steps;
 }
 
+std::string random_digits() {
+  std::random_device source;
+  return fmt::format("{:08x}", source());
+}
+
+fs::path hidden_path(const fs::path& root, int64_t step) {
+  return root / fmt::format("{}{}{}{}", unfinished_prefix, step, unfinished_mark, random_digits());
+}
+
+// A complete checkpoint of this name in a hidden folder, where a job ended while it replaced it.
+std::optional<fs::path> hidden_checkpoint(const fs::path& root, const std::string& name) {
+  const auto prefix = fmt::format(".{}{}", name, unfinished_mark);
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(root, error)) {
+    const bool fits = entry.path().filename().string().starts_with(prefix);
+    if (fits && fs::exists(entry.path() / index_name, error)) return entry.path();
+  }
+  return std::nullopt;
+}
+
 fs::path latest_of(const fs::path& root) {
   constexpr int64_t longest = 100;
   auto name = read_text(root / latest_name, longest, refuse_as<CheckpointError>);
   if (name.ends_with('\n')) name.pop_back();
   if (!step_of(name)) throw CheckpointError(fmt::format("{}/latest does not name a checkpoint", root.string()));
   std::error_code error;
-  if (!fs::exists(root / name, error)) {
-    throw CheckpointError(fmt::format("{}/latest names {}, which does not exist", root.string(), name));
-  }
-  return root / name;
+  if (fs::exists(root / name, error)) return root / name;
+  if (const auto hidden = hidden_checkpoint(root, name)) return *hidden;
+  throw CheckpointError(fmt::format("{}/latest names {}, which does not exist", root.string(), name));
 }
 
 void remove_tree(const fs::path& path) {
@@ -67,16 +86,24 @@ void remove_tree(const fs::path& path) {
   if (error) throw CheckpointError(fmt::format("cannot remove {}: {}", path.string(), error.message()));
 }
 
-std::string random_digits() {
-  std::random_device source;
-  return fmt::format("{:08x}", source());
-}
-
 // "process 123 on node7"
 std::string self() {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
   return fmt::format("process {} on {}", getpid(), host.data());
+}
+
+// Gives the checkpoint that `latest` names its name again.
+void restore_latest(const fs::path& root) {
+  std::error_code error;
+  if (!fs::exists(root / latest_name, error)) return;
+  try {
+    const auto path = latest_of(root);
+    const auto name = path.filename().string();
+    if (!name.starts_with(unfinished_prefix)) return;
+    fs::rename(path, root / name.substr(1, name.find(unfinished_mark) - 1));
+  } catch (const CheckpointError&) {  // it names nothing, and the next save replaces it
+  }
 }
 
 // Only for the message of those who do not get the lock.
@@ -154,6 +181,7 @@ FolderLock::~FolderLock() {
 }
 
 void remove_leftovers(const fs::path& root) {
+  restore_latest(root);
   const auto latest_leftover = std::string(latest_name) + std::string(unfinished_mark);
   std::vector<fs::path> leftovers;
   std::error_code error;
@@ -177,13 +205,33 @@ void require_replaceable(const fs::path& root, int64_t step) {
 }
 
 fs::path make_unfinished(const fs::path& root, int64_t step) {
-  auto path = root / fmt::format("{}{}{}{}", unfinished_prefix, step, unfinished_mark, random_digits());
+  auto path = hidden_path(root, step);
   std::error_code error;
   if (!fs::create_directory(path, error)) {
     throw CheckpointError(fmt::format("cannot make folder {}: {}", path.string(), error.message()));
   }
   return path;
 }
+
+namespace {
+
+// Whether the file system, such as NFS, cannot exchange names.
+bool cannot_exchange(int reason) {
+  return reason == EINVAL || reason == ENOSYS || reason == EOPNOTSUPP;
+}
+
+// By two renames. If the job ends between them, hidden_checkpoint() finds one of the two.
+void replace(const fs::path& final, const fs::path& unfinished, const fs::path& old) {
+  if (rename(final.c_str(), old.c_str()) != 0) throw_system_error("replace", final);
+  if (rename(unfinished.c_str(), final.c_str()) == 0) return;
+  const int reason = errno;
+  std::error_code ignored;
+  fs::rename(old, final, ignored);
+  errno = reason;
+  throw_system_error("replace", final);
+}
+
+}  // namespace
 
 void publish(const fs::path& root, const fs::path& unfinished, int64_t step) {
   const auto final = root / step_name(step);
@@ -194,11 +242,14 @@ void publish(const fs::path& root, const fs::path& unfinished, int64_t step) {
     return sync_folder(root);
   }
   // An atomic exchange, so that a checkpoint of this step exists at any moment.
+  auto old = unfinished;
   if (renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, final.c_str(), RENAME_EXCHANGE) != 0) {
-    throw_system_error("replace", final);
+    if (!cannot_exchange(errno)) throw_system_error("replace", final);
+    old = hidden_path(root, step);
+    replace(final, unfinished, old);
   }
   sync_folder(root);
-  remove_tree(unfinished);
+  remove_tree(old);
 }
 
 void set_latest(const fs::path& root, int64_t step) {
@@ -211,7 +262,7 @@ std::vector<fs::path> prune(const fs::path& root, int64_t step, int64_t keep) {
   std::vector<fs::path> doomed_ones;
   for (size_t i = 0; i + keep < steps.size(); ++i) {
     const auto path = root / step_name(steps[i]);
-    const auto doomed = root / fmt::format(".{}{}{}", step_name(steps[i]), unfinished_mark, random_digits());
+    const auto doomed = hidden_path(root, steps[i]);
     if (rename(path.c_str(), doomed.c_str()) != 0) throw_system_error("remove", path);
     doomed_ones.push_back(doomed);
   }
