@@ -62,7 +62,8 @@ decltype(auto) without_holder(Part& part) {
 // (ShardedDataParallel, OSS), (DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer),
 // (DecentralizedDataParallel), (LocalUpdates), (FullyShardedDataParallel, ShardGossipOptimizer, group of all ranks of
 // all hosts), and (module, optimizer, group) if all ranks hold the same values, for example in a group of one rank.
-// They must outlive the object. Not collective. Not thread-safe.
+// They must outlive the object. UsageError for a sharded optimizer among the parts of a whole one, also by a reference to
+// its base class. Not collective. Not thread-safe.
 //
 // It has the state of this optimizer alone. With several OSS under one ShardedDataParallel, or an optimizer each for
 // parts of a model, make a TrainingState for each, and save each to a folder of its own.
@@ -112,7 +113,7 @@ struct SaveOptions {
 // does; then `latest` is updated to its name. A file or folder of that name that is no checkpoint is not replaced:
 // CheckpointError. Parameters with float32 main copies are saved in float32. Collective.
 // Throws on every rank: CheckpointError for file errors (training can continue), UsageError, DisagreeError if the ranks
-// pass different steps, CommError.
+// pass different steps, or hold different bits of parameters or optimizer state that must be equal, CommError.
 void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options = {});
 // Saves in the background: returns after one pass that copies the values; a thread writes them. Waits for the previous
 // save first, and throws its error without starting the new save. File errors, also for the folder, are reported in

@@ -206,6 +206,7 @@ def test_PY07_a_decentralised_training_that_has_not_begun_keeps_its_options(tmp_
 @pytest.mark.parametrize("wraps", [False, True])
 def test_PY07_a_module_that_has_changed_is_refused_and_not_saved_as_it_was(wraps, tmp_path):
     def saves(rank):
+        torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         model = shoal.nn.DistributedDataParallel(net) if wraps else net
         training = shoal.checkpoint.TrainingState(model, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -302,6 +303,7 @@ def test_FSDP18_checkpoints_within_summon_full_params_are_refused(transport, tmp
 
 def test_PY07_paths_steps_and_positions_of_any_kind(tmp_path):
     def saves(rank):
+        torch.manual_seed(0)
         net = torch.nn.Linear(2, 2)
         training = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
         run = os.fsencode(tmp_path) + b"/\xff"
@@ -320,6 +322,18 @@ def test_PY07_paths_steps_and_positions_of_any_kind(tmp_path):
             shoal.checkpoint.save("", training)
 
     on_ranks(saves)
+
+
+def test_PY07_the_inner_optimizer_of_LocalUpdates_saves_no_mixture(tmp_path):
+    def refuses(rank):
+        net = models.make("gpt")
+        inner = models.adamw(net.parameters())
+        optimizer = shoal.optim.LocalUpdates(net, inner, every=50)
+        losses_of(net, optimizer, "gpt", steps=1)
+        with pytest.raises(shoal.DisagreeError, match="give LocalUpdates .* itself to TrainingState"):
+            shoal.checkpoint.save(tmp_path / "run", shoal.checkpoint.TrainingState(net, inner), step=1)
+
+    on_ranks(refuses)
 
 
 class Scaled(torch.nn.Linear):

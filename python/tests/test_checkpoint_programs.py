@@ -185,6 +185,7 @@ def test_PY07_workers_that_start_during_a_save_do_not_keep_its_lock(tmp_path):
 @pytest.mark.parametrize("position", [b"\x80\x04\xff", "epoch 3"])
 def test_PY07_a_position_may_be_bytes(position, tmp_path):
     def trains(rank):
+        torch.manual_seed(0)
         net = torch.nn.Linear(4, 4)
         training = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
         shoal.checkpoint.save(tmp_path, training, step=1, position=position if rank else "place")
@@ -400,6 +401,7 @@ def test_PY07_hosts_that_average_their_parameters_go_on_after_a_resume(given, tm
 
 def test_PY07_ranks_but_one_may_have_no_position(tmp_path):
     def trains(rank):
+        torch.manual_seed(0)
         net = torch.nn.Linear(3, 2)
         state = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
         shoal.checkpoint.save(tmp_path / "run", state, step=1, position="here" if rank == 0 else None)

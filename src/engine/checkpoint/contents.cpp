@@ -12,6 +12,7 @@
 #include <numeric>
 #include <optional>
 
+#include "engine/checkpoint/equal_values.h"
 #include "engine/checkpoint/names.h"
 #include "engine/checkpoint/options.h"
 #include "engine/sharded/changed_values.h"
@@ -273,6 +274,7 @@ CheckpointContents contents_of(CheckpointSource& source, const Group& group, con
   CheckpointContents contents{.step = options.step, .strategy = source.strategy(), .slices = {}};
   source.adopt_trainable();
   auto view = source.view();
+  if (!source.peers()) require_equal_values(view, group);
   keep_own_where_alike(view, group);
   Collector collector(source, group, contents);
   collector.add(view);

@@ -15,6 +15,11 @@ class ReplicatedSource : public CheckpointSource {
                    Group group)
       : strategy_(std::move(strategy)), module_(std::move(module)), optimizer_(optimizer), group_(std::move(group)) {
     if (!module_) throw UsageError("TrainingState: the module is empty");
+    refuse_sharded(
+        optimizer_,
+        "TrainingState: these parts are those of an optimizer that is the same on every rank, and this one is sharded: "
+        "give an OSS by its own type with its wrapper, TrainingState(parallel, optimizer), a DistributedOptimizer "
+        "alone, TrainingState(optimizer), and others with their FullyShardedDataParallel");
   }
 
   std::string strategy() const override { return strategy_; }
@@ -24,6 +29,7 @@ class ReplicatedSource : public CheckpointSource {
     CheckpointView view;
     view.shares.push_back({.pieces = pieces_of(optimizer_, *module_), .local = &optimizer_, .everywhere = true});
     view.optimizers = {&optimizer_};
+    view.frozen_may_differ = true;  // nothing has brought them to all ranks
     add_rest(view, *module_);
     return view;
   }
@@ -52,6 +58,7 @@ class WrappedSource : public ReplicatedSource {
   }
   CheckpointView view() override {
     auto view = ReplicatedSource::view();
+    view.frozen_may_differ = !was_synchronized(parallel_);
     add_ignored(view, *parallel_.module(), tensors_of(parallel_));
     return view;
   }

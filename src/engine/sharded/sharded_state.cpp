@@ -10,6 +10,7 @@
 #include "comm/group/text.h"
 #include "module/walk.h"
 #include "optim/state.h"
+#include "shoal/detail/sharded_optimizer.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -220,7 +221,13 @@ void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::O
   for (const auto& [piece, main] : mains) at::Tensor(piece->updated).copy_(main);
 }
 
+void refuse_sharded(const torch::optim::Optimizer& optimizer, const std::string& advice) {
+  if (dynamic_cast<const ShardedOptimizerBase*>(&optimizer) != nullptr) throw UsageError(advice);
+}
+
 OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
+  refuse_sharded(optimizer,
+                 "optimizer_state: of a sharded optimizer, use its own state_dict(), which gathers the state");
   const torch::NoGradGuard no_grad;
   OptimizerState state;
   for (const auto& piece : pieces_of(optimizer, module)) {
@@ -232,6 +239,7 @@ OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const t
 
 void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                           const OptimizerState& state, StateDtypes dtypes) {
+  refuse_sharded(optimizer, "load_optimizer_state: of a sharded optimizer, use its own load_state_dict()");
   load_state(0, pieces_of(optimizer, module), optimizer, state, dtypes);
 }
 

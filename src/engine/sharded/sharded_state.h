@@ -46,6 +46,9 @@ void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::O
 // UsageError for state of another shape than its parameter's, which an element-wise optimizer never has.
 void require_shapes(const std::vector<StatePiece>& pieces, const OptimizerState& state);
 
+// UsageError with the advice if the optimizer's state lies on several ranks: its own state() is empty.
+void refuse_sharded(const torch::optim::Optimizer& optimizer, const std::string& advice);
+
 // A whole optimizer as pieces of one rank, 0; names come from the module.
 std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
 
