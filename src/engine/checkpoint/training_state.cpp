@@ -35,7 +35,10 @@ Carried carried(const SliceReader& reader, const nlohmann::json& state, const st
 
 }  // namespace
 
-CheckpointSaver& TrainingState::State::saver_for(const std::filesystem::path& folder, const SaveOptions& options) {
+CheckpointSaver& TrainingState::State::saver_for(const std::filesystem::path& given, const SaveOptions& options) {
+  std::error_code error;
+  auto folder = std::filesystem::absolute(given, error);  // the program may change its folder during a background save
+  if (error) folder = given;
   const auto now = source->group();
   const bool fits = saver && group->name() == now.name() && group->size() == now.size() && run == folder &&
                     keep_last == options.keep_last && snapshot_mb == options.snapshot_mb;

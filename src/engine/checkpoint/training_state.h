@@ -25,7 +25,7 @@ struct TrainingState::State {
   int64_t snapshot_mb = 0;
 
   // Returns a saver for these options and the ranks that are still there. Collective.
-  CheckpointSaver& saver_for(const std::filesystem::path& folder, const SaveOptions& options);
+  CheckpointSaver& saver_for(const std::filesystem::path& given, const SaveOptions& options);
   CheckpointContents contents(const SaveOptions& options) const {
     return contents_of(*source, *group, companions, options);
   }

@@ -119,5 +119,20 @@ TEST(TrainingParts, BEY05_frozen_parameters_of_a_module_without_a_wrapper_are_ea
   EXPECT_TRUE((model->third->bias == group().rank()).all().item<bool>());
 }
 
+TEST(TrainingParts, BEY06_the_program_may_change_its_folder_during_a_save) {
+  const SharedFolder folder;
+  const auto model = seeded(3);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+  TrainingState training(model, optimizer, group());
+  const auto before = std::filesystem::current_path();
+  std::filesystem::create_directories(folder / "other");
+  std::filesystem::current_path(folder / "other");
+  save_async("../run", training, {.step = 1});
+  std::filesystem::current_path(folder / "other/..");
+  training.wait();
+  std::filesystem::current_path(before);
+  EXPECT_EQ(load(folder / "run", training).step, 1);
+}
+
 }  // namespace
 }  // namespace shoal::checkpoint_parts_test
