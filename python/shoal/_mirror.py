@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -55,6 +56,17 @@ def refuse_torch_ddp(module: torch.nn.Module, wrapper: str, used: Iterable[torch
             raise _C.UsageError(
                 f"{wrapper}: {name or 'the module'} is PyTorch's DistributedDataParallel, which reduces gradients, too: give the "
                 "module in it, model.module"
+            )
+
+
+def refuse_torch_fsdp(module: torch.nn.Module, what: str) -> None:
+    """UsageError if PyTorch's FullyShardedDataParallel is in it, whose parameters are this rank's shards."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, part in module.named_modules():
+        if isinstance(part, kind):
+            raise _C.UsageError(
+                f"{what}: {name or 'the module'} is PyTorch's FullyShardedDataParallel, whose parameters are shards that this rank "
+                "alone has: save with torch.distributed.checkpoint, or train with shoal.nn.FullyShardedDataParallel"
             )
 
 

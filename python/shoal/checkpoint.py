@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from . import _C
-from ._mirror import Wrapped, mirror_of
+from ._mirror import Wrapped, mirror_of, refuse_torch_fsdp
 from .distributed import group_of
 from .nn.ddp import DistributedDataParallel, compare_in_forward
 from .nn.decentralized import DecentralizedDataParallel
@@ -55,13 +55,15 @@ class TrainingState:
     (DistributedDataParallel, any optimizer, or OSS), (ShardedDataParallel, OSS), (DistributedOptimizer),
     (module, DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer), (FullyShardedDataParallel,
     ShardGossipOptimizer), (DecentralizedDataParallel), (LocalUpdates), and (module, optimizer) where all ranks hold the same
-    values.
+    values, which a save compares (DisagreeError). Not with PyTorch's FullyShardedDataParallel and ZeroRedundancyOptimizer.
 
     process_group: of the last one, and of ShardGossipOptimizer, the group that was given to host_groups(); None: all ranks.
     """
 
     def __init__(self, *parts: Any, process_group: Any = None) -> None:
         self._parts = parts
+        for part in parts:
+            _refuse(part)
         self._optimizer = next((part for part in parts if isinstance(part, ShardedOptimizer)), None)
         modules = [part.module if isinstance(part, Wrapped) else part for part in parts if isinstance(part, torch.nn.Module)]
         self._mirrors = [mirror_of(module) for module in modules]
@@ -111,14 +113,28 @@ class TrainingState:
                 check_shapes(optimizer)
 
 
-def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
-    for part in parts:
-        if isinstance(part._inner if isinstance(part, LocalUpdates) else part, torch.optim.LBFGS):
+def _refuse(part: Any) -> None:
+    """UsageError for what holds other values or another state than a checkpoint would have."""
+    if isinstance(part, torch.nn.Module):
+        refuse_torch_fsdp(part, "TrainingState")
+    optimizer = part._inner if isinstance(part, LocalUpdates) else part
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _C.UsageError(
+            "TrainingState: L-BFGS keeps lists in its state, and shoal saves tensors and numbers: use another optimizer, or save "
+            "the module alone, with shoal.checkpoint.save_module()"
+        )
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
             raise _C.UsageError(
-                "TrainingState: L-BFGS keeps lists in its state, and shoal saves tensors and numbers: use another optimizer, or save "
-                "the module alone, with shoal.checkpoint.save_module()"
+                f"TrainingState: {type(optimizer).__name__} keeps state in another optimizer, its {name}, which a checkpoint would "
+                "not have: instead of PyTorch's ZeroRedundancyOptimizer use shoal.optim.OSS; elsewhere give the optimizer in it"
             )
     if len(parts) == 1:
+
+
+def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
         part = parts[0]
         if isinstance(part, (DistributedOptimizer, DecentralizedDataParallel)):
             return _C.TrainingState(part._core)
@@ -183,12 +199,14 @@ def load_latest(run: str | Path, training: TrainingState, **options: Any) -> Loa
 def save_module(file: str | Path, module: torch.nn.Module) -> None:
     """Saves a module's parameters and buffers to one .safetensors or .pt file. Not collective."""
     _C.save_module(_path(file), mirror_of(module))
+    refuse_torch_fsdp(module, "save_module")
 
 
 def load_module(path: str | Path, module: torch.nn.Module, **options: Any) -> Loaded:
     """Loads parameters and buffers of any checkpoint into a module without a wrapper. Options: partial, verify, and prefix, of
     names in the checkpoint that the module's lack, such as "module." in files of PyTorch's wrappers. Not collective."""
     return _loaded(_C.load_module(_path(path), mirror_of(module), options), [module])
+    refuse_torch_fsdp(module, "load_module")
 
 
 def _path(path: str | Path) -> bytes:

@@ -324,6 +324,32 @@ def test_PY07_paths_steps_and_positions_of_any_kind(tmp_path):
     on_ranks(saves)
 
 
+def test_PY07_pytorchs_own_sharding_is_refused_by_name(tmp_path):
+    def refuses(rank):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+        for model in (net, shoal.nn.DistributedDataParallel(net)):
+            with pytest.raises(shoal.UsageError, match="ZeroRedundancyOptimizer keeps state in another.* use shoal.optim.OSS"):
+                shoal.checkpoint.TrainingState(model, zero)
+        for options in ({}, {"use_orig_params": True}):
+            model = torch.nn.Sequential(
+                FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu"), **options)
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for act in (
+                lambda: shoal.checkpoint.TrainingState(model, optimizer),
+                lambda: shoal.checkpoint.save_module(tmp_path / "model.pt", model),
+                lambda: shoal.checkpoint.load_module(tmp_path / "model.pt", model),
+            ):
+                with pytest.raises(shoal.UsageError, match="0 is PyTorch's FullyShardedDataParallel, whose parameters are shards"):
+                    act()
+
+    on_ranks(refuses)
+
+
 def test_PY07_the_inner_optimizer_of_LocalUpdates_saves_no_mixture(tmp_path):
     def refuses(rank):
         net = models.make("gpt")
