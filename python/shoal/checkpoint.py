@@ -10,7 +10,8 @@ training.wait()
 
 Schedules of Python are not part of it: save schedule.state_dict() as text in `position`, and make the schedule before
 loading: `initial_lr` of a param group, which a schedule made with last_epoch= asks for, is not part of it either. Neither is
-what modules give by get_extra_state(). Errors are the library's: CheckpointError for files, on every rank.
+what modules give by get_extra_state(), nor, which Loaded.exact does not know, the state of shoal.amp.GradScaler and of generators
+other than torch's (`random`, NumPy): save these in `position`, too. Errors are the library's: CheckpointError for files, on every rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["Loaded", "TrainingState", "load", "load_latest", "load_module", "sav
 @dataclass(frozen=True)
 class Loaded:
     """What was loaded. exact: the same strategy and number of ranks and no differences, so that training goes on as if it
-    had not been interrupted. position: what this rank passed to save(), bytes where they are no UTF-8. differences: one sentence each."""
+    had not been interrupted, as far as a checkpoint has its state. position: what this rank passed to save(), bytes where they are no UTF-8. differences: one sentence each."""
 
     path: str
     step: int
@@ -61,9 +62,9 @@ class TrainingState:
     """
 
     def __init__(self, *parts: Any, process_group: Any = None) -> None:
-        self._parts = parts
         for part in parts:
             _refuse(part)
+        self._parts = parts
         self._optimizer = next((part for part in parts if isinstance(part, ShardedOptimizer)), None)
         modules = [part.module if isinstance(part, Wrapped) else part for part in parts if isinstance(part, torch.nn.Module)]
         self._mirrors = [mirror_of(module) for module in modules]
@@ -131,10 +132,10 @@ def _refuse(part: Any) -> None:
                 f"TrainingState: {type(optimizer).__name__} keeps state in another optimizer, its {name}, which a checkpoint would "
                 "not have: instead of PyTorch's ZeroRedundancyOptimizer use shoal.optim.OSS; elsewhere give the optimizer in it"
             )
-    if len(parts) == 1:
 
 
 def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
+    if len(parts) == 1:
         part = parts[0]
         if isinstance(part, (DistributedOptimizer, DecentralizedDataParallel)):
             return _C.TrainingState(part._core)
@@ -198,15 +199,15 @@ def load_latest(run: str | Path, training: TrainingState, **options: Any) -> Loa
 
 def save_module(file: str | Path, module: torch.nn.Module) -> None:
     """Saves a module's parameters and buffers to one .safetensors or .pt file. Not collective."""
-    _C.save_module(_path(file), mirror_of(module))
     refuse_torch_fsdp(module, "save_module")
+    _C.save_module(_path(file), mirror_of(module))
 
 
 def load_module(path: str | Path, module: torch.nn.Module, **options: Any) -> Loaded:
     """Loads parameters and buffers of any checkpoint into a module without a wrapper. Options: partial, verify, and prefix, of
     names in the checkpoint that the module's lack, such as "module." in files of PyTorch's wrappers. Not collective."""
-    return _loaded(_C.load_module(_path(path), mirror_of(module), options), [module])
     refuse_torch_fsdp(module, "load_module")
+    return _loaded(_C.load_module(_path(path), mirror_of(module), options), [module])
 
 
 def _path(path: str | Path) -> bytes:
