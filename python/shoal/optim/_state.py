@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,18 @@ def check_state(
         _check_shapes(entry, parameter, kept)
 
 
+def maker_of(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Makes an optimizer of this one's class and default options from param groups."""
+    kind = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    return lambda groups: kind(groups, **defaults)
+
+
 def check_shapes(optimizer: torch.optim.Optimizer) -> None:
     """UsageError if a parameter's state has entries of another shape than such an optimizer keeps. Which entries it has may
     depend on options that have changed since it was saved."""
-    for entry, parameter, kept in _loaded_entries(type(optimizer), optimizer.param_groups, optimizer.state.get):
+    for entry, parameter, kept in _loaded_entries(maker_of(optimizer), optimizer.param_groups, optimizer.state.get):
         _check_shapes(entry, parameter, kept)
 
 

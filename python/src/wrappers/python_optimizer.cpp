@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "shoal/detail/register_state.h"
 #include "shoal/error.h"
@@ -273,6 +274,14 @@ void PythonOptimizer::require_state_of_parameters() const {
   }
 }
 
+// Numbers of a state that is loaded are what they would be in this optimizer, which may not have taken a step yet.
+void PythonOptimizer::learn_kinds() {
+  if (options_of_ == OptionsOf::libtorch || std::exchange(knows_kinds_, true)) return;
+  const auto state = py::module_::import("shoal.optim._state");
+  const auto kinds = state.attr("number_kinds")(state.attr("maker_of")(*python_), python_->attr("param_groups"));
+  kinds_->merge(kinds.cast<NumberKinds>());
+}
+
 // State that C++ has set, dropped, or taken over from another Python optimizer.
 void PythonOptimizer::write_state() {
   const auto state = python_->attr("state").cast<py::dict>();
@@ -294,6 +303,7 @@ void PythonOptimizer::write_state() {
       if (held.is_of(python_)) continue;
       const auto object = py::cast(parameter);
       if (held.is_loaded()) {
+        learn_kinds();
         load_into(*python_, object, held.read(), *kinds_, /*copy=*/!lends);
       } else {
         state[object] = held.entry();  // of the optimizer that had this parameter before shares were made again

@@ -60,11 +60,13 @@ class PythonOptimizer : public torch::optim::Optimizer {
   void read_options();
   void write_options();
   void read_state();
+  void learn_kinds();
 
   SharedObject python_;
   OptionsOf options_of_;
   std::shared_ptr<StepAgreement> agreement_;
   std::shared_ptr<NumberKinds> kinds_ = std::make_shared<NumberKinds>();
+  bool knows_kinds_ = false;
   std::function<void(ParamGroups&)> source_;
   std::exception_ptr failure_;
   std::map<void*, SharedObject> known_;  // parameters whose state was read or written
