@@ -235,7 +235,9 @@ class FullParameters {
 // forward or step() adopts the new values, compares the ranks (DisagreeError) and refreshes the float32 copies. With
 // param_dtype, a tensor of another floating-point dtype is converted and its full precision goes into the float32
 // copies; without it, another dtype is a UsageError, as is a parameter that was frozen at construction and now requires
-// a gradient. Writes through data_ptr() outside of summon_full_params() are lost.
+// a gradient. Writes through data_ptr() outside of summon_full_params() are lost. Saves, full_state_dict() and
+// state_dict() show the values in place and adopt nothing: the program may put its own back afterwards. What it holds of
+// a replaced parameter's memory (own = p.data()) keeps its values, whatever is adopted.
 //
 // After backward each rank holds the reduced gradients of its own shards, and grad() is a tensor without memory. All
 // forms of zero_grad() drop or zero the reduced gradient. Reading grad() is a UsageError that names the right call (see

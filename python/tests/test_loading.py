@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import resource
 
 import pytest
@@ -111,6 +112,43 @@ def test_PY05_a_load_on_all_ranks_is_compared_after_an_evaluation_of_one_rank():
                 model.module.load_state_dict(best)
             model.module.load_state_dict(best)
         model(torch.ones(2, 4)).sum().backward()
+
+    on_ranks(trains)
+
+
+# As the class does that many programs paste: it keeps `param.data` and puts it back.
+def test_PY06_states_taken_while_averages_are_in_place_leave_the_models_own_values():
+    def trains(rank):
+        for transport, kind in itertools.product(("host", "tcp"), ("fsdp", "megatron", "zero1")):
+            torch.manual_seed(1)
+            group = group_over(transport)
+            net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+            model = net
+            if kind == "fsdp":
+                model = shoal.nn.FullyShardedDataParallel(net, group)
+                optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+            elif kind == "megatron":
+                optimizer = shoal.optim.DistributedOptimizer(net, torch.optim.SGD, group, lr=0.1, momentum=0.9)
+            else:
+                optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, group, lr=0.1, momentum=0.9)
+                model = shoal.nn.DistributedDataParallel(net, group)
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            own = [parameter.detach().clone() for parameter in net.parameters()]
+            backup = []
+            for parameter in net.parameters():
+                backup.append(parameter.data)
+                parameter.data = torch.full_like(parameter, 7.0)
+            state = model.state_dict()
+            assert all((value == 7).all() for value in state.values()), (transport, kind)
+            optimizer.state_dict()
+            for parameter, data in zip(net.parameters(), backup, strict=True):
+                parameter.data = data
+            for parameter, before in zip(net.parameters(), own, strict=True):
+                assert torch.equal(parameter.detach(), before), (transport, kind)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
 
     on_ranks(trains)
 

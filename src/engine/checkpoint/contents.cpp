@@ -69,11 +69,11 @@ class Collector {
       return;
     }
     if (piece.owner != share.rank || !piece.updated.defined()) return;
-    if (peers_ || own) add_of_rank(piece.name, piece.updated.detach());
+    if (peers_ || own) add_of_rank(piece.name, piece.values());
     if (peers_ && !own) {
       add_mean(piece);
     } else if (!own || group_.rank() == 0) {
-      add_slice(piece, piece.name, piece.updated.detach(), "model");
+      add_slice(piece, piece.name, piece.values(), "model");
     }
     if (share.local == nullptr) return;
     const auto found = share.local->state().find(piece.updated.unsafeGetTensorImpl());
@@ -156,7 +156,7 @@ class Collector {
 
   // Adds this rank's part of the mean over the peers, which is exact if they are equal.
   void add_mean(const StatePiece& piece) {
-    auto mean = piece.updated.detach().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).contiguous();
+    auto mean = piece.values().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).contiguous();
     peers_->all_reduce(mean, ReduceOp::sum, {-1, -1, "mean of " + piece.name}).wait();
     mean.div_(peers_->size());
     const auto numel = mean.numel();
@@ -272,7 +272,7 @@ CheckpointContents contents_of(CheckpointSource& source, const Group& group, con
                                const SaveOptions& options) {
   const torch::NoGradGuard no_grad;
   CheckpointContents contents{.step = options.step, .strategy = source.strategy(), .slices = {}};
-  source.adopt_trainable();
+  source.begin_save();
   auto view = source.view();
   if (!source.peers()) require_equal_values(view, group);
   keep_own_where_alike(view, group);

@@ -7,9 +7,19 @@
 
 namespace shoal {
 
-CheckpointView ShardedSource::view() {
+void ShardedSource::adopt_changes() {
   state_.require_known(optimizer_);
-  state_.adopt_values();
+  for (const auto& module : modules()) module->require_kinds();
+  for (const auto& module : modules()) module->adopt_changes(state_.label("replaced parameters"));
+}
+
+void ShardedSource::begin_save() {
+  state_.require_known(optimizer_);
+  for (const auto& module : modules()) module->require_kinds();
+  for (const auto& module : modules()) module->agree_on_changes(state_.label("replaced parameters"));
+}
+
+CheckpointView ShardedSource::view() {
   CheckpointView view;
   view.shares.push_back({.pieces = state_.state_pieces(), .rank = state_.group.rank(), .local = state_.local.get()});
   view.optimizers = {&optimizer_};

@@ -12,6 +12,8 @@ class ShardedSource : public CheckpointSource {
   ShardedSource(torch::optim::Optimizer& optimizer, ShardedOptimizerCore::State& state)
       : optimizer_(optimizer), state_(state) {}
 
+  void adopt_changes() override;
+  void begin_save() override;
   CheckpointView view() override;
   CarriedStates carried() override;
   void begin_load(const CarriedStates& past) override;

@@ -54,19 +54,42 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
   largest_ = std::max(largest_, bytes);
   page->source = std::move(source);
-  page->storage = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, options.device()),
-                               /*allocator=*/nullptr, /*resizable=*/false);
   page->options = options.requires_grad(false);
   page->numel = numel;
-  auto flat = at::empty({0}, page->options);
-  flat.set_(page->storage, 0, {numel}, {1});
-  flat = watchable(flat);
-  free_memory(*page);
-  auto* storage = page->storage.unsafeGetStorageImpl();
-  index_[storage] = pages_.size();
   pages_.push_back(std::move(page));
+  return make_tensor(pages_.size() - 1);
+}
+
+// The page's tensor, in a storage of its own, sharded.
+at::Tensor Pager::make_tensor(size_t index) {
+  auto& page = *pages_[index];
+  const auto bytes = page.numel * static_cast<int64_t>(page.options.dtype().itemsize());
+  page.storage = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, page.options.device()),
+                              /*allocator=*/nullptr, /*resizable=*/false);
+  auto flat = at::empty({0}, page.options);
+  flat.set_(page.storage, 0, {page.numel}, {1});
+  flat = watchable(flat);
+  free_memory(page);
+  auto* storage = page.storage.unsafeGetStorageImpl();
+  index_[storage] = index;
   watch(storage, *this);
   return flat;
+}
+
+at::Tensor Pager::leave_to_holders(const at::Tensor& former) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  auto* storage = former.storage().unsafeGetStorageImpl();
+  const auto index = index_.at(storage);
+  auto& page = *pages_[index];
+  reshard(index);
+  const auto memory = at::empty({page.numel}, page.options);
+  gather(page, memory).wait();
+  storage->set_data_ptr_noswap(pointer_to(memory));
+  storage->clear_data_ptr_access_error_msg_();
+  unwatch(storage, *this);
+  index_.erase(storage);
+  return make_tensor(index);
 }
 
 // Frees the page's memory; its tensors stay.

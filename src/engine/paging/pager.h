@@ -67,6 +67,12 @@ class Pager : private MemoryUser {
   // Adds a sharded page of `numel` elements; returns its tensor [numel].
   at::Tensor add(int64_t numel, const at::TensorOptions& options, PageSource source);
 
+  // References to a page's storage that the pager has itself.
+  static constexpr size_t uses_of_a_page = 1;
+  // Leaves the page's storage with its values to the tensors that have it, as ordinary memory, and returns the page's
+  // tensor [numel] in another. Collective.
+  at::Tensor leave_to_holders(const at::Tensor& former);
+
   // begin: a forward starts. end: a backward or an evaluation has ended. Collective.
   void begin(Pass pass);
   void end();
@@ -116,6 +122,7 @@ class Pager : private MemoryUser {
   void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) override;
   void before_write(std::string_view op, c10::StorageImpl* memory) override;
   void end_use(std::span<c10::StorageImpl* const> memory) noexcept override;
+  at::Tensor make_tensor(size_t index);
   void store(Page& page);
   void store_own(const Page& page) const;
   Page& page_of(const at::Tensor& page) const;

@@ -91,6 +91,21 @@ void ParameterBuffer::make_private(size_t piece) {
   private_[piece] = true;
 }
 
+void ParameterBuffer::leave_to_holders() {
+  const torch::NoGradGuard no_grad;
+  const UnwatchedOperators own;
+  for (const auto piece : changed()) {
+    auto& home = homes_[piece];
+    if (same_view(parameters()[piece], home) || home.storage().use_count() == 1) continue;
+    const std::lock_guard lock(mutex_);
+    make_private(piece);
+    unwatch(home.storage().unsafeGetStorageImpl(), *this);
+    home = home_of(part(layout_.range(piece)), home);
+    shoal::watch(home.storage().unsafeGetStorageImpl(), *this, Watched::writes);
+    private_[piece] = false;
+  }
+}
+
 void ParameterBuffer::make_private() {
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) make_private(piece);
@@ -132,6 +147,10 @@ void ParameterBuffer::bind(size_t piece) {
   point_to_buffer(piece);
   if (!same_view(parameters()[piece], homes_[piece])) parameters()[piece].set_data(homes_[piece]);
   written_[piece] = false;
+}
+
+at::Tensor ParameterBuffer::current(size_t piece, const Range& elements) const {
+  return values_like(homes_[piece], parameters()[piece]).narrow(0, elements.begin, elements.size());
 }
 
 void ParameterBuffer::adopt(const Label& label) {

@@ -46,9 +46,14 @@ class ParameterBuffer : private MemoryUser {
   // Waits for the last published values of all ranks.
   void wait(const Label& label);
 
+  // Leaves the former memory of replaced parameters to a program that still holds it (own = p.data(), to be put back),
+  // with a copy of the values, which every rank may overwrite from now on. Not collective.
+  void leave_to_holders();
   // Indices of parameters that the user has replaced or written. Not collective.
   std::vector<size_t> changed() const;
   const ParameterWatch& watch() const { return watch_; }
+  // A range of the parameter's current values, in the buffer's order and the parameter's present dtype.
+  at::Tensor current(size_t piece, const Range& elements) const;
   // Adopts the current values of changed(), each owner's for its range; the parameters are views of the buffer again.
   // Shapes must be unchanged; another dtype is converted. Collective; with the same parameters on all ranks, none of
   // which reads them meanwhile.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_values.h"
@@ -14,6 +15,15 @@
 
 namespace shoal {
 namespace {
+
+// A tensor like `home` with the parameter's values, in the parameter's dtype.
+at::Tensor copy_like(const at::Tensor& home, const at::Tensor& parameter) {
+  return at::empty_strided(home.sizes(), home.strides(), parameter.options().requires_grad(false)).copy_(parameter);
+}
+
+at::Tensor copied_elements(const at::Tensor& home, const at::Tensor& parameter, const Range& elements) {
+  return in_memory_order(copy_like(home, parameter)).narrow(0, elements.begin, elements.size());
+}
 
 class InParameters : public ParameterGather {
  public:
@@ -28,6 +38,8 @@ class InParameters : public ParameterGather {
   std::vector<at::Tensor> awaited() const override { return buffer_.homes(); }
   std::vector<size_t> changed() const override { return buffer_.changed(); }
   uint64_t digest(size_t piece) const override { return digest_of(buffer_.parameters()[piece]); }
+  at::Tensor current(const Slice& slice) const override { return buffer_.current(slice.piece, slice.in_piece); }
+  void leave_to_holders() override { buffer_.leave_to_holders(); }
   void adopt(const Label& label) override { buffer_.adopt(label); }
   void notice_writes(bool on) override { buffer_.notice_writes(on); }
   void make_private() override { buffer_.make_private(); }
@@ -92,6 +104,9 @@ class InGradients : public ParameterGather, private MemoryUser {
     return list;
   }
   uint64_t digest(size_t piece) const override { return digest_of(watch_.parameters()[piece]); }
+  at::Tensor current(const Slice& slice) const override {
+    return copied_elements(homes_[slice.piece], watch_.parameters()[slice.piece], slice.in_piece);
+  }
   // Every rank has all of them already.
   void adopt(const Label&) override {
     const torch::NoGradGuard no_grad;
@@ -99,7 +114,7 @@ class InGradients : public ParameterGather, private MemoryUser {
     for (const auto piece : changed()) {
       const auto& parameter = watch_.parameters()[piece];
       if (!same_view(parameter, homes_[piece])) {
-        at::Tensor(homes_[piece]).copy_(parameter);
+        move_home(piece, copy_like(homes_[piece], parameter).to(homes_[piece].scalar_type()));
         parameter.set_data(homes_[piece]);
       }
       watch_.note(piece);
@@ -111,6 +126,13 @@ class InGradients : public ParameterGather, private MemoryUser {
   void notice_writes(bool on) override { notices_ = on; }
 
  private:
+  // The program may hold the former one.
+  void move_home(size_t piece, const at::Tensor& values) {
+    const auto former = std::exchange(homes_[piece], watchable(values));
+    watch(homes_[piece].storage().unsafeGetStorageImpl(), *this, Watched::writes);
+    const auto is_there = [&](const at::Tensor& home) { return same_storage(home, former); };
+    if (std::none_of(homes_.begin(), homes_.end(), is_there)) unwatch(former.storage().unsafeGetStorageImpl(), *this);
+  }
   void before_write(std::string_view, c10::StorageImpl* storage) override {
     if (!notices_) return;
     const std::lock_guard lock(mutex_);
@@ -159,7 +181,7 @@ class InPages : public ParameterGather {
     };
     page_ = pager_->add(layout.size(), options, std::move(source));
     for (size_t piece = 0; piece < parameters_.size(); ++piece) {
-      auto& parameter = parameters_[piece];
+      const auto& parameter = parameters_[piece];
       ranges_.push_back(layout.range(piece));
       homes_.push_back(page_.as_strided(parameter.sizes(), dense_strides(parameter), ranges_[piece].begin));
       parameter.set_data(homes_[piece]);
@@ -203,10 +225,18 @@ class InPages : public ParameterGather {
     pager_->store_writes(page_);
     return digests_[piece];
   }
+  at::Tensor current(const Slice& slice) const override {
+    if (replaced(slice.piece)) {
+      return copied_elements(homes_[slice.piece], parameters_[slice.piece], slice.in_piece);
+    }
+    pager_->store_writes(page_);
+    return elements(slice);
+  }
   // What was written in place is in the ranks' parts already.
   void adopt(const Label& label) override {
     const torch::NoGradGuard no_grad;
     pager_->store_writes(page_);
+    if (held_on_any_rank(label)) move_homes();
     for (size_t piece = 0; piece < parameters_.size(); ++piece) {
       if (!replaced(piece)) continue;
       if (own_.defined()) take(piece, own_, own_range_);
@@ -234,11 +264,29 @@ class InPages : public ParameterGather {
   void take(size_t piece, const at::Tensor& memory, const Range& range) const {
     const auto common = ranges_[piece].intersect(range);
     if (common.empty()) return;
-    auto values = at::empty_strided(homes_[piece].sizes(), homes_[piece].strides(), memory.options());
+    const auto begin = ranges_[piece].begin;
     part_of(memory, common, range.begin)
-        .copy_(part_of(in_memory_order(values.copy_(parameters_[piece])), common, ranges_[piece].begin));
+        .copy_(copied_elements(homes_[piece], parameters_[piece], {common.begin - begin, common.end - begin}));
   }
   bool replaced(size_t piece) const { return !same_view(parameters_[piece], homes_[piece]); }
+  // Whether the program holds the former memory of a replaced parameter (own = p.data(), to be put back).
+  bool held_on_any_rank(const Label& label) const {
+    size_t replaced_ones = 0;
+    for (size_t piece = 0; piece < parameters_.size(); ++piece) replaced_ones += replaced(piece) ? 1 : 0;
+    const auto own_uses = Pager::uses_of_a_page + 1 + homes_.size() + parameters_.size() - replaced_ones;
+    auto held = at::full({1}, page_.storage().use_count() > own_uses ? 1 : 0, at::kInt);
+    pager_->group().all_reduce(held, ReduceOp::max, label).wait();
+    return held.item<int>() != 0;
+  }
+  // To another page; the former one is an ordinary tensor from now on.
+  void move_homes() {
+    page_ = pager_->leave_to_holders(page_);
+    for (size_t piece = 0; piece < parameters_.size(); ++piece) {
+      const bool follows = !replaced(piece);
+      homes_[piece] = page_.as_strided(homes_[piece].sizes(), homes_[piece].strides(), ranges_[piece].begin);
+      if (follows) parameters_[piece].set_data(homes_[piece]);
+    }
+  }
   void note_written(const at::Tensor& memory) {
     digests_.clear();
     for (size_t piece = 0; piece < parameters_.size(); ++piece) {

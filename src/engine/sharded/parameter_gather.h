@@ -31,7 +31,14 @@ class ParameterGather {
   virtual std::vector<size_t> changed() const = 0;
   // Digest of this rank's values of a parameter in changed().
   virtual uint64_t digest(size_t piece) const = 0;
-  // Adopts the current values of changed(), each owner's for its range; see ParameterBuffer::adopt. Collective.
+  // This rank's elements of a parameter in changed(), one-dimensional, as the program has them: in the parameter's
+  // present dtype, perhaps a copy.
+  virtual at::Tensor current(const Slice& slice) const = 0;
+  // Before any rank adopts: see ParameterBuffer.
+  virtual void leave_to_holders() {}
+  // Adopts the current values of changed(), each owner's for its range; see ParameterBuffer::adopt. What the
+  // program still holds of a replaced parameter's former memory keeps its values; elements() may lie elsewhere
+  // afterwards. Collective.
   virtual void adopt(const Label& label) = 0;
   // While off, writes are not detected.
   virtual void notice_writes(bool on) = 0;

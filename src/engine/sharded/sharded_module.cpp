@@ -5,25 +5,10 @@
 
 #include <algorithm>
 
-#include "engine/sharded/changed_values.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 
 namespace shoal {
-
-// Part by part, because what is compared takes memory, too.
-void take_written(const at::Tensor& elements, const at::Tensor& copy) {
-  constexpr int64_t at_once = int64_t{1} << 20;
-  const auto divided = [](const at::Tensor& tensor) {
-    return (tensor.dim() == 0 ? tensor.unsqueeze(0) : tensor).split(at_once);
-  };
-  const auto exact = divided(copy.detach());
-  const auto now = divided(elements);
-  for (size_t i = 0; i < exact.size(); ++i) {
-    const auto written = now[i] != exact[i].to(now[i].scalar_type());
-    exact[i].copy_(at::where(written, now[i].to(exact[i].scalar_type()), exact[i]));
-  }
-}
 
 ShardedModule::ShardedModule(Group shard, std::shared_ptr<Reducer> reducer,
                              std::vector<std::unique_ptr<ParameterGather>> gathers, std::shared_ptr<Timers> waits,
@@ -82,6 +67,12 @@ OwnedPiece ShardedModule::piece_of(size_t number, const Slice& slice, const at::
 
 void OwnedPiece::put_out() const {
   if (!outgoing.is_alias_of(main)) at::Tensor(outgoing).copy_(main.as_strided({main.numel()}, {1}));
+}
+
+void OwnedPiece::move_to(const at::Tensor& now) {
+  if (now.is_alias_of(elements)) return;
+  elements = now;
+  if (!copied) main.set_data(now.as_strided(main.sizes(), main.strides()));
 }
 
 void OwnedPiece::take_back() const {
@@ -178,129 +169,6 @@ void ShardedModule::visit_gathers(
   for (const auto& frozen : frozen_) visit(frozen.names.front(), *frozen.gather);
 }
 
-void ShardedModule::require_kinds() const {
-  known_.require_no_other();
-  const auto check = [&](const Known& known, bool any_kind) {
-    for (size_t i = 0; i < known.names.size(); ++i) {
-      const auto& watch = known.watch;
-      const bool kind = !any_kind && watch.other_kind(i) && !(converts_ && watch.other_floating_dtype(i));
-      const bool unfrozen = watch.trainable_changed(i) && watch.parameters()[i].requires_grad();
-      if (!kind && !unfrozen) continue;
-      throw UsageError(
-          fmt::format("parameter {} has changed in a way that its shards do not support: {}. Revert the change ({}), "
-                      "or wrap the module again with a new optimizer",
-                      known.names[i], watch.describe(i), kind ? "module.to(dtype)" : "requires_grad_(false)"));
-    }
-  };
-  check(trainable_, false);
-  for (const auto& frozen : frozen_) check(frozen, false);
-  check(replicated_, true);
-}
-
-bool ShardedModule::any_other_dtype() const {
-  const auto any = [](const Known& known) {
-    for (size_t i = 0; i < known.names.size(); ++i) {
-      if (known.watch.other_floating_dtype(i)) return true;
-    }
-    return false;
-  };
-  return any(trainable_) || std::any_of(frozen_.begin(), frozen_.end(), any);
-}
-
-bool ShardedModule::changed() const {
-  const auto any = [](const auto& gather) { return !gather->changed().empty(); };
-  return std::any_of(gathers_.begin(), gathers_.end(), any) || replicated_.watch.changed() ||
-         std::any_of(frozen_.begin(), frozen_.end(), [&](const Known& frozen) { return any(frozen.gather); });
-}
-
-void ShardedModule::separate_replaced() {
-  std::vector<NamedTensor> all;
-  std::vector<at::Tensor> replaced;
-  const auto add = [&](const Known& known) {
-    for (size_t i = 0; i < known.names.size(); ++i) {
-      const auto& parameter = known.watch.parameters()[i];
-      all.push_back({.name = known.names[i], .aliases = {}, .tensor = parameter});
-      if (known.watch.replaced(i)) replaced.push_back(parameter);
-    }
-  };
-  add(trainable_);
-  for (const auto& frozen : frozen_) add(frozen);
-  add(replicated_);
-  if (!replaced.empty()) separate(all, replaced, known_.owner());
-}
-
-void ShardedModule::adopt_changes(const Label& label) {
-  require_going_on();
-  require_kinds();
-  if (!changed()) return;
-  const torch::NoGradGuard no_grad;
-  wait_all();
-  separate_replaced();
-  std::vector<ChangedValue> values;
-  std::vector<std::vector<size_t>> changed_pieces;
-  for (size_t number = 0; number < gathers_.size(); ++number) {
-    const auto& members = reducer_->buckets()[number].members();
-    for (const auto piece : changed_pieces.emplace_back(gathers_[number]->changed())) {
-      values.push_back({reducer_->gradients()[members[piece]].name, gathers_[number]->digest(piece)});
-    }
-  }
-  std::vector<std::vector<size_t>> changed_frozen;
-  for (const auto& frozen : frozen_) {
-    for (const auto piece : changed_frozen.emplace_back(frozen.gather->changed())) {
-      values.push_back({frozen.names[piece], frozen.gather->digest(piece)});
-    }
-  }
-  for (size_t i = 0; i < replicated_.names.size(); ++i) {
-    if (!replicated_.watch.changed(i)) continue;
-    values.push_back({replicated_.names[i], digest_of(replicated_.watch.parameters()[i])});
-  }
-  agree_on_values(reducer_->group(), values);
-  refresh_copies(changed_pieces, changed_frozen, /*in_other_dtype=*/true);
-  for (size_t number = 0; number < gathers_.size(); ++number) {
-    if (!changed_pieces[number].empty()) gathers_[number]->adopt(label);
-  }
-  for (size_t number = 0; number < frozen_.size(); ++number) {
-    if (!changed_frozen[number].empty()) frozen_[number].gather->adopt(label);
-  }
-  replicated_.watch.note();
-  refresh_copies(changed_pieces, changed_frozen, /*in_other_dtype=*/false);
-}
-
-// The float32 copies of parameters that have other values: of those in another dtype, which may hold more than their own
-// bits, while they are there; then of all. A write is noticed of a whole parameter or page, most of which may be as it
-// was, and a load may give a parameter what its copy rounds to.
-void ShardedModule::refresh_copies(const std::vector<std::vector<size_t>>& changed,
-                                   const std::vector<std::vector<size_t>>& changed_frozen, bool in_other_dtype) {
-  const auto refresh = [&](const ParameterWatch& watch, size_t number, const Slice& slice, const at::Tensor& elements,
-                           const at::Tensor& exact) {
-    if (!in_other_dtype) {
-      take_written(elements, exact);
-    } else if (watch.other_floating_dtype(number)) {
-      const auto& parameter = watch.parameters()[number];
-      auto values =
-          at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
-      exact.detach().copy_(
-          in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
-    }
-  };
-  const auto holds = [](const std::vector<size_t>& list, size_t piece) {
-    return std::find(list.begin(), list.end(), piece) != list.end();
-  };
-  for (const auto* list : {&pieces_, &second_pieces_}) {
-    for (const auto& piece : *list) {
-      if (!piece.copied || !holds(changed[piece.bucket], piece.slice.piece)) continue;
-      refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,
-              piece.main.as_strided({piece.main.numel()}, {1}));
-    }
-  }
-  for (size_t number = 0; number < frozen_.size(); ++number) {
-    for (const auto& piece : frozen_[number].pieces) {
-      if (!piece.exact.defined() || !holds(changed_frozen[number], piece.slice.piece)) continue;
-      refresh(frozen_[number].watch, piece.slice.piece, piece.slice, piece.elements, piece.exact);
-    }
-  }
-}
-
 std::vector<StatePiece> ShardedModule::state_pieces(const std::string& prefix) const {
   std::vector<std::vector<StatePiece>> by_gradient(reducer_->gradients().size());
   const auto add = [&](size_t gradient, const Range& range, int owner) {
@@ -319,6 +187,7 @@ std::vector<StatePiece> ShardedModule::state_pieces(const std::string& prefix) c
     for (auto& listed : by_gradient[piece.gradient]) {
       if (listed.owner != shard_.rank()) continue;
       listed.updated = piece.main;
+      listed.current = current(piece);
       listed.main = piece.copied;
     }
   }

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -43,6 +44,8 @@ struct OwnedPiece {
   // Copies values that the user has written back to `main`. Elements of a float32 copy that were not written keep their
   // full precision.
   void take_back() const;
+  // Follows the parameter's own elements to where they lie now.
+  void move_to(const at::Tensor& now);
 };
 
 // Whether the optimizer updates float32 copies of the parameter's elements.
@@ -52,6 +55,9 @@ inline bool has_copy(const at::Tensor& parameter) {
 
 // Takes over elements that differ from their rounded copy; others keep the copy's precision.
 void take_written(const at::Tensor& elements, const at::Tensor& copy);
+
+// `main`, a copy of this rank's elements or these themselves, with the program's changes that are not adopted yet.
+at::Tensor current_values(const ParameterGather& gather, const Slice& slice, const at::Tensor& main);
 
 // This rank's elements of a frozen parameter.
 struct FrozenPiece {
@@ -128,6 +134,12 @@ class ShardedModule {
   // if ranks have different values, UsageError for two parameters on the same memory. Collective if there is something to
   // do, which must then be so on all ranks.
   void adopt_changes(const Label& label);
+  // Throws what adopt_changes() would, and adopts nothing: a save or a read takes current() values, and the program may
+  // put others back afterwards. Collective likewise. Parameters with other strides are adopted all the same, because
+  // shards are listed in the order of the parameters' memory.
+  void agree_on_changes(const Label& label);
+  // What the optimizer updates, with the program's changes that are not adopted yet: a copy if there are some.
+  at::Tensor current(const OwnedPiece& piece) const;
   // The part of adopt_changes() that is not collective: throws what it would reject.
   void require_kinds() const;
   // While off, writes are not detected.
@@ -173,10 +185,15 @@ class ShardedModule {
     std::shared_ptr<ParameterGather> gather{};
     std::vector<FrozenPiece> pieces{};
   };
+  struct Changes {  // indices within each bucket, or each gather of frozen ones
+    std::vector<std::vector<size_t>> trainable{};
+    std::vector<std::vector<size_t>> frozen{};
+  };
   void await(size_t bucket);
   bool changed() const;
-  void refresh_copies(const std::vector<std::vector<size_t>>& changed,
-                      const std::vector<std::vector<size_t>>& changed_frozen, bool in_other_dtype);
+  // None: nothing has changed.
+  std::optional<Changes> agreed_changes();
+  void refresh_copies(const Changes& changes, bool in_other_dtype);
 
   Group shard_;
   std::shared_ptr<Reducer> reducer_;

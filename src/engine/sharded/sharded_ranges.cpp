@@ -212,7 +212,8 @@ const GradScaler* ShardedOptimizerCore::scaler() const {
 
 OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) const {
   state().require_known(*this);
-  state().adopt_values();
+  for (const auto& module : state().modules) module->require_kinds();
+  for (const auto& module : state().modules) module->agree_on_changes(state().label("replaced parameters"));
   return state().gather(state().state_pieces(), recipient);
 }
 

@@ -24,7 +24,7 @@ NamedState own_state(const StatePiece& piece, const torch::optim::Optimizer& loc
   if (!piece.updated.defined()) return named;
   const auto found = local.state().find(piece.updated.unsafeGetTensorImpl());
   if (found != local.state().end()) named = named_state(*found->second);
-  if (piece.main) named.tensors[main_param] = piece.updated.detach();
+  if (piece.main) named.tensors[main_param] = piece.values();
   return named;
 }
 

@@ -25,6 +25,9 @@ struct StatePiece {
   int owner = 0;         // rank of the group
   at::Tensor updated{};  // on the owner: what its optimizer updates
   bool main = false;     // `updated` is a float32 copy, and belongs to the state
+  at::Tensor current{};  // values to save, where they are not those of `updated`
+
+  at::Tensor values() const { return current.defined() ? current : updated.detach(); }
 
   bool whole() const { return range.size() == parameter.numel(); }
 };

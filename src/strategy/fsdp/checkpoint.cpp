@@ -58,7 +58,7 @@ void add_frozen(const FullyShardedCore::Shards& shards, const Names& names, std:
       add(entry.tensor, {}, at::empty({0}, dtype));
     }
     for (const auto& piece : frozen.pieces) {
-      add(frozen.parameters[piece.slice.piece].tensor, piece.slice.in_piece, piece.values());
+      add(frozen.parameters[piece.slice.piece].tensor, piece.slice.in_piece, frozen.current(piece));
     }
   }
 }
@@ -73,7 +73,7 @@ void add_trainable(const ShardedModule& module, const Names& names, std::vector<
       slices.push_back(slice_of(name, piece.parameter, {}, at::empty({0}, dtype)));
     }
     if (piece.owner != module.shard().rank() || !piece.updated.defined()) continue;
-    const auto values = piece.updated.detach();
+    const auto values = piece.values();
     slices.push_back(piece.whole() ? whole_slice(name, values) : slice_of(name, piece.parameter, piece.range, values));
   }
 }
@@ -135,7 +135,6 @@ void FullyShardedSource::add_others(CheckpointView& view) {
   std::vector<NamedSlice> sharded;
   add_frozen(shards_, names, sharded);
   for (const auto* shards : shards_within()) {
-    shards->module->adopt_changes({-1, -1, "replaced parameters"});
     add_trainable(*shards->module, names, sharded);
     add_frozen(*shards, names, sharded);
   }

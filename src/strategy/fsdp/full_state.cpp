@@ -24,12 +24,12 @@ at::Tensor FullyShardedCore::Shards::assemble_exact(const at::Tensor& parameter,
       return assemble(parameter, at::kFloat, name, [&](const at::Tensor& flat) {
         for (const auto& piece : list.pieces) {
           if (piece.slice.piece != number) continue;
-          flat.narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size()).copy_(piece.exact);
+          flat.narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size()).copy_(list.current(piece));
         }
       });
     }
   }
-  return assemble(parameter, at::kFloat, name, [](const OwnedPiece& piece) { return piece.main; });
+  return assemble(parameter, at::kFloat, name, [this](const OwnedPiece& piece) { return module->current(piece); });
 }
 
 at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::ScalarType dtype,
@@ -58,7 +58,7 @@ at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::S
 void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  shards_->module->adopt_changes({step(), -1, "replaced parameters"});
+  shards_->module->agree_on_changes({step(), -1, "replaced parameters"});
   const auto& tensors = state().tensors;
   const bool here = !recipient || *recipient == shards_->groups.all.rank();
   std::exception_ptr error;

@@ -34,12 +34,15 @@ struct FullyShardedCore::Shards {
     // The pieces' float32 copies, in the layout: of all ranks where parameters are always in memory, else this rank's.
     // Undefined: there are none.
     at::Tensor copies;
+
+    at::Tensor current(const FrozenPiece& piece) const { return current_values(*gather, piece.slice, piece.values()); }
   };
   std::vector<Frozen> frozen{};
   // State of a summon_full_params scope.
   struct Hold {
     SummonFullParamsOptions options;
     bool here = true;                  // this rank has full parameters
+    bool reads_only = false;           // nothing is written, and private copies stay as they are
     std::set<std::string> left_out{};  // names of units
     std::vector<at::Tensor> grads{};   // former grad(), by gradient of the reducer
   };

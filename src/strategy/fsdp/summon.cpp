@@ -143,7 +143,6 @@ void FullyShardedCore::check_hold(const SummonFullParamsOptions& options) const 
   agree(shards_->groups.all, "the options of summon_full_params", describe(options));
   auto& shards = *shards_;
   shards.module->wait(label, /*at_first_touch=*/false);
-  shards.module->adopt_changes(label);
   if (options.with_grads) shards.module->reducer().prepare_sums("summon_full_params");
 }
 
@@ -152,8 +151,9 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options, bool reads_o
   auto& shards = *shards_;
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  auto& hold = shards.hold.emplace(
-      Shards::Hold{.options = options, .here = !options.rank0_only || shards.groups.all.rank() == 0});
+  reads_only ? shards.module->agree_on_changes(label) : shards.module->adopt_changes(label);
+  auto& hold = shards.hold.emplace(Shards::Hold{
+      .options = options, .here = !options.rank0_only || shards.groups.all.rank() == 0, .reads_only = reads_only});
   auto undo = c10::make_scope_exit([&] { drop_hold(); });
   for (const auto& unit : shards.units) {
     if (!options.recurse && !unit.name.empty()) hold.left_out.insert(title(unit));
@@ -178,6 +178,7 @@ void FullyShardedCore::drop_hold() noexcept {
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
   const auto& gradients = shards.module->reducer().gradients();
+  const bool reads_only = shards.hold->reads_only;
   for (size_t number = 0; number < shards.hold->grads.size(); ++number) {
     at::Tensor(gradients[number].parameter).mutable_grad() = shards.hold->grads[number];
   }
@@ -185,7 +186,9 @@ void FullyShardedCore::drop_hold() noexcept {
   shards.module->lend(false);
   try {
     if (shards.pager) shards.pager->reshard_all(/*store=*/false);
-    shards.module->visit_gathers([](const std::string&, ParameterGather& gather) { gather.end_private(false); });
+    shards.module->visit_gathers([&](const std::string&, ParameterGather& gather) {
+      if (!reads_only) gather.end_private(false);
+    });
   } catch (...) {  // NOLINT(bugprone-empty-catch): a peer is gone; whoever calls the group next is told
   }
   shards.module->notice_writes(true);

@@ -36,7 +36,7 @@ class OSSSource : public CheckpointSource {
     on_all_ranks(group(), "checkpoint", [&] { state_.require_known(optimizer_); });
     adopt_(Adopt::all);
   }
-  void adopt_trainable() override {
+  void begin_save() override {
     on_all_ranks(group(), "checkpoint", [&] { state_.require_known(optimizer_); });
     adopt_(Adopt::trainable);
   }

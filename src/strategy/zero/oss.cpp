@@ -104,6 +104,7 @@ void OSSCore::State::adopt_values() {
     }
   }
   if (values.empty()) return;
+  for (const auto& buffer : buffers) buffer->leave_to_holders();
   agree_on_values(group, values);
   for (const auto& buffer : buffers) {
     if (!buffer->changed().empty()) buffer->adopt(label("replaced parameters"));

@@ -171,36 +171,6 @@ TEST(OwnValues, BEY05_what_ranks_ignore_need_not_be_alike) {
   });
 }
 
-// A program puts averages in place of the parameters, saves, and takes them away again.
-TEST(OwnValues, BEY05_a_save_with_other_values_in_place_leaves_the_trainings_own_alone) {
-  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
-    SCOPED_TRACE(strategy);
-    const SharedFolder folder;
-    std::vector<std::vector<at::Tensor>> ends;
-    for (const bool saves : {false, true}) {
-      auto model = seeded(1);
-      auto training = make_training(strategy, model, optimizer_recipe<AdamW>(AdamWOptions(1e-2)), group(), {});
-      auto state = training->state().value();
-      for (int64_t step = 0; step < 4; ++step) {
-        training->backward(mean_loss(training.forward(batch(group().rank(), step))));
-        training->step();
-        training->zero_grad();
-        if (!saves || step != 2) continue;
-        std::vector<at::Tensor> own;
-        for (auto& parameter : model->parameters()) {
-          own.push_back(parameter.detach());
-          parameter.set_data(at::full_like(parameter, 7));
-        }
-        save(folder / "run", state, {.step = 3});
-        const auto parameters = model->parameters();
-        for (size_t i = 0; i < own.size(); ++i) parameters[i].set_data(own[i]);
-      }
-      ends.push_back(copies(*model));
-    }
-    EXPECT_EQ(difference(ends[1], ends[0]), 0);
-  }
-}
-
 // Where ranks train parameters of their own, a teacher that follows them differs, too.
 TEST(OwnValues, BEY05_frozen_parameters_that_differ_between_ranks_come_back_on_each) {
   for (const std::string strategy : {"local_sgd", "diloco", "decentralized", "ddp", "zero2", "fsdp"}) {

@@ -1,0 +1,197 @@
+// Parameters that the program has changed since the last step: adopted, or shown as they are.
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+
+#include "engine/sharded/changed_values.h"
+#include "engine/sharded/sharded_module.h"
+#include "memory/views.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+// Part by part, because what is compared takes memory, too.
+void take_written(const at::Tensor& elements, const at::Tensor& copy) {
+  constexpr int64_t at_once = int64_t{1} << 20;
+  const auto divided = [](const at::Tensor& tensor) {
+    return (tensor.dim() == 0 ? tensor.unsqueeze(0) : tensor).split(at_once);
+  };
+  const auto exact = divided(copy.detach());
+  const auto now = divided(elements);
+  for (size_t i = 0; i < exact.size(); ++i) {
+    const auto written = now[i] != exact[i].to(now[i].scalar_type());
+    exact[i].copy_(at::where(written, now[i].to(exact[i].scalar_type()), exact[i]));
+  }
+}
+
+at::Tensor current_values(const ParameterGather& gather, const Slice& slice, const at::Tensor& main) {
+  const torch::NoGradGuard no_grad;
+  const auto changed = gather.changed();
+  if (std::find(changed.begin(), changed.end(), slice.piece) == changed.end()) return main.detach();
+  const auto now = gather.current(slice);
+  auto values = main.detach().clone();
+  const auto flat = in_memory_order(values);
+  const auto own = gather.elements(slice).scalar_type();
+  if (main.scalar_type() != own && now.scalar_type() == own) {
+    take_written(now, flat);
+  } else {
+    flat.copy_(now);
+  }
+  return values;
+}
+
+void ShardedModule::require_kinds() const {
+  known_.require_no_other();
+  const auto check = [&](const Known& known, bool any_kind) {
+    for (size_t i = 0; i < known.names.size(); ++i) {
+      const auto& watch = known.watch;
+      const bool kind = !any_kind && watch.other_kind(i) && !(converts_ && watch.other_floating_dtype(i));
+      const bool unfrozen = watch.trainable_changed(i) && watch.parameters()[i].requires_grad();
+      if (!kind && !unfrozen) continue;
+      throw UsageError(
+          fmt::format("parameter {} has changed in a way that its shards do not support: {}. Revert the change ({}), "
+                      "or wrap the module again with a new optimizer",
+                      known.names[i], watch.describe(i), kind ? "module.to(dtype)" : "requires_grad_(false)"));
+    }
+  };
+  check(trainable_, false);
+  for (const auto& frozen : frozen_) check(frozen, false);
+  check(replicated_, true);
+}
+
+bool ShardedModule::any_other_dtype() const {
+  const auto any = [](const Known& known) {
+    for (size_t i = 0; i < known.names.size(); ++i) {
+      if (known.watch.other_floating_dtype(i)) return true;
+    }
+    return false;
+  };
+  return any(trainable_) || std::any_of(frozen_.begin(), frozen_.end(), any);
+}
+
+bool ShardedModule::changed() const {
+  const auto any = [](const auto& gather) { return !gather->changed().empty(); };
+  return std::any_of(gathers_.begin(), gathers_.end(), any) || replicated_.watch.changed() ||
+         std::any_of(frozen_.begin(), frozen_.end(), [&](const Known& frozen) { return any(frozen.gather); });
+}
+
+void ShardedModule::separate_replaced() {
+  std::vector<NamedTensor> all;
+  std::vector<at::Tensor> replaced;
+  const auto add = [&](const Known& known) {
+    for (size_t i = 0; i < known.names.size(); ++i) {
+      const auto& parameter = known.watch.parameters()[i];
+      all.push_back({.name = known.names[i], .aliases = {}, .tensor = parameter});
+      if (known.watch.replaced(i)) replaced.push_back(parameter);
+    }
+  };
+  add(trainable_);
+  for (const auto& frozen : frozen_) add(frozen);
+  add(replicated_);
+  if (!replaced.empty()) separate(all, replaced, known_.owner());
+}
+
+std::optional<ShardedModule::Changes> ShardedModule::agreed_changes() {
+  require_going_on();
+  require_kinds();
+  if (!changed()) return std::nullopt;
+  const torch::NoGradGuard no_grad;
+  wait_all();
+  std::vector<ChangedValue> values;
+  Changes changes;
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    const auto& members = reducer_->buckets()[number].members();
+    for (const auto piece : changes.trainable.emplace_back(gathers_[number]->changed())) {
+      values.push_back({reducer_->gradients()[members[piece]].name, gathers_[number]->digest(piece)});
+    }
+  }
+  for (const auto& frozen : frozen_) {
+    for (const auto piece : changes.frozen.emplace_back(frozen.gather->changed())) {
+      values.push_back({frozen.names[piece], frozen.gather->digest(piece)});
+    }
+  }
+  for (size_t i = 0; i < replicated_.names.size(); ++i) {
+    if (!replicated_.watch.changed(i)) continue;
+    values.push_back({replicated_.names[i], digest_of(replicated_.watch.parameters()[i])});
+  }
+  agree_on_values(reducer_->group(), values);
+  return changes;
+}
+
+void ShardedModule::agree_on_changes(const Label& label) {
+  const auto other_strides = [](const Known& known) {
+    const auto& parameters = known.watch.parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i].strides() != known.watch.strides(i)) return true;
+    }
+    return false;
+  };
+  if (other_strides(trainable_) || std::any_of(frozen_.begin(), frozen_.end(), other_strides)) {
+    adopt_changes(label);
+  } else {
+    agreed_changes();
+  }
+}
+
+void ShardedModule::adopt_changes(const Label& label) {
+  if (changed()) {
+    wait_all();
+    separate_replaced();
+    visit_gathers([](const std::string&, ParameterGather& gather) { gather.leave_to_holders(); });
+  }
+  const auto changes = agreed_changes();
+  if (!changes) return;
+  const torch::NoGradGuard no_grad;
+  refresh_copies(*changes, /*in_other_dtype=*/true);
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    if (!changes->trainable[number].empty()) gathers_[number]->adopt(label);
+  }
+  for (size_t number = 0; number < frozen_.size(); ++number) {
+    if (!changes->frozen[number].empty()) frozen_[number].gather->adopt(label);
+  }
+  replicated_.watch.note();
+  for (auto& piece : pieces_) piece.move_to(gathers_[piece.bucket]->elements(piece.slice));
+  refresh_copies(*changes, /*in_other_dtype=*/false);
+}
+
+at::Tensor ShardedModule::current(const OwnedPiece& piece) const {
+  return current_values(*gathers_[piece.bucket], piece.slice, piece.main);
+}
+
+// The float32 copies of parameters that have other values: of those in another dtype, which may hold more than their own
+// bits, while they are there; then of all. A write is noticed of a whole parameter or page, most of which may be as it
+// was, and a load may give a parameter what its copy rounds to.
+void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) {
+  const auto refresh = [&](const ParameterWatch& watch, size_t number, const Slice& slice, const at::Tensor& elements,
+                           const at::Tensor& exact) {
+    if (!in_other_dtype) {
+      take_written(elements, exact);
+    } else if (watch.other_floating_dtype(number)) {
+      const auto& parameter = watch.parameters()[number];
+      auto values =
+          at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
+      exact.detach().copy_(
+          in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
+    }
+  };
+  const auto holds = [](const std::vector<size_t>& list, size_t piece) {
+    return std::find(list.begin(), list.end(), piece) != list.end();
+  };
+  for (const auto* list : {&pieces_, &second_pieces_}) {
+    for (const auto& piece : *list) {
+      if (!piece.copied || !holds(changes.trainable[piece.bucket], piece.slice.piece)) continue;
+      refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,
+              piece.main.as_strided({piece.main.numel()}, {1}));
+    }
+  }
+  for (size_t number = 0; number < frozen_.size(); ++number) {
+    for (const auto& piece : frozen_[number].pieces) {
+      if (!piece.exact.defined() || !holds(changes.frozen[number], piece.slice.piece)) continue;
+      refresh(frozen_[number].watch, piece.slice.piece, piece.slice, piece.elements, piece.exact);
+    }
+  }
+}
+
+}  // namespace shoal
