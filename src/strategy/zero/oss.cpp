@@ -7,6 +7,7 @@
 
 #include "engine/gradients/forward_turns.h"
 #include "engine/gradients/local_gradients.h"
+#include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_options.h"
 #include "engine/sharded/changed_values.h"
 #include "module/walk.h"
@@ -36,7 +37,14 @@ std::vector<at::Tensor> OSSCore::State::take_gradients() {
   if (group.size() > 1) require_wrapper();
   for (const auto& parameter : shares.parameters) require_no_local_gradient(parameter, name, describe(parameter));
   finite.reset();
-  return counted_gradients();
+  // Where other ranks hold the mean, too, it stays equal: a later backward may add to it.
+  auto gradients = counted_gradients();
+  for (size_t i = 0; i < shares.parameters.size(); ++i) {
+    const auto& gradient = shares.parameters[i].grad();
+    const bool elsewhere = shares.owners[i] != group.rank() && gradient.defined();
+    if (elsewhere && !is_watchable(gradient)) gradients.push_back(gradient);  // a stand-in has no memory
+  }
+  return gradients;
 }
 
 std::vector<at::Tensor> OSSCore::State::counted_gradients() const {
