@@ -109,7 +109,8 @@ def recipe_of(
     if isinstance(sample, torch.optim.LBFGS):
         raise _C.UsageError(
             f"{owner}: LBFGS needs all parameters on one rank and evaluates its closure several times per step; use it "
-            "with DistributedDataParallel"
+            "with DistributedDataParallel, and return from the closure the mean of the loss over ranks "
+            "(torch.distributed.all_reduce), so that all take the same steps"
         )
     make = functools.partial(_make, optimizer_class, defaults)
     first = next((one for group in groups for one in group["params"]), None)

@@ -235,10 +235,37 @@ TEST(ParamGroups, a_submodule_under_two_names_is_updated_once) {
   }
 }
 
+// As docs/guides/ddp.md has it: by losses of their own, ranks would search along lines of their own.
+TEST(ParamGroups, DDP01_lbfgs_with_the_mean_loss_goes_as_in_one_process) {
+  auto model = seeded(1), one = seeded(1);
+  DistributedDataParallel<MlpImpl> parallel(model, group());
+  const auto options = torch::optim::LBFGSOptions(0.5).max_iter(5).line_search_fn("strong_wolfe");
+  torch::optim::LBFGS optimizer(model->parameters(), options), reference(one->parameters(), options);
+  for (int64_t step = 0; step < 2; ++step) {
+    optimizer.step([&] {
+      optimizer.zero_grad();
+      const auto loss = mean_loss(parallel.forward(batch(group().rank(), step)));
+      loss.backward();
+      return at::scalar_tensor(group().all_reduce(loss.item<double>(), ReduceOp::avg), at::kDouble);
+    });
+    reference.step([&] {
+      reference.zero_grad();
+      auto loss = at::zeros({}, at::kDouble);
+      for (int rank = 0; rank < group().size(); ++rank) {
+        loss = loss + mean_loss(one->forward(batch(rank, step))) / group().size();
+      }
+      loss.backward();
+      return loss;
+    });
+    EXPECT_LT(difference(model->parameters(), one->parameters()), 1e-8) << "step " << step;
+  }
+}
+
 TEST(ParamGroups, lbfgs_and_options_of_another_type_are_refused) {
   const torch::optim::LBFGSOptions lbfgs(0.1);
   auto model = seeded(1);
-  EXPECT_THAT(refusal([&] { OSS<torch::optim::LBFGS>(model->parameters(), lbfgs, group()); }), HasSubstr("L-BFGS"));
+  EXPECT_THAT(refusal([&] { OSS<torch::optim::LBFGS>(model->parameters(), lbfgs, group()); }),
+              AllOf(HasSubstr("L-BFGS"), HasSubstr("the mean of the loss over ranks")));
   EXPECT_THAT(refusal([&] { DistributedOptimizer<torch::optim::LBFGS>(model, lbfgs, group()); }), HasSubstr("L-BFGS"));
   FullyShardedDataParallel<MlpImpl> parallel(seeded(1), group(), {.shard_by_parameter = true});
   EXPECT_THAT(refusal([&] { FullyShardedOptimizer<torch::optim::LBFGS>(parallel, lbfgs); }), HasSubstr("L-BFGS"));
