@@ -155,10 +155,10 @@ std::string Reducer::who_failed() {
 void Reducer::refuse_step_of_two() {
   const auto text = fmt::format(
       "step {}: {} ran a forward whose result was dropped without a backward, and the other ranks did not, so that "
-      "batches of "
-      "two steps met. Where a step ends between forward and backward (an exception that is caught, a batch that is "
-      "skipped), call abandon_step() on that rank, and the others get StepAbandoned; a forward that needs no backward "
-      "belongs into torch::NoGradGuard (torch.no_grad()). Make a new wrapper to go on",
+      "batches of two steps may have met. A forward that needs no backward (a target's value, an evaluation) belongs "
+      "into torch::NoGradGuard (torch.no_grad()). Where a step ends between forward and backward (an exception that is "
+      "caught, a batch that is skipped), call abandon_step() on that rank, and the others get StepAbandoned. Make "
+      "a new wrapper to go on",
       steps_, ranks_that(has_dropped_forward(), "who has dropped a forward"));
   close_abandoned_step();
   callbacks.after_abandoned();
