@@ -55,7 +55,7 @@ class GradScaler {
   // gradients are skipped; pass gradients that share memory only once. The factor is rounded to float32, which is exact
   // for powers of two, as with the default factors. Throws UsageError for integer tensors.
   bool unscale(const std::vector<at::Tensor>& gradients) const;
-  // Whether unscale() has divided one of them since the last update(). A step that unscales by itself refuses these.
+  // Whether unscale() has divided one of them since the last update(). OSS::step(scaler) refuses these.
   bool unscaled(const std::vector<at::Tensor>& gradients) const;
   // Updates the scale. Call it after each step, with a value that is equal on all ranks. A dynamic scale stays within
   // the range of float32 and above min_scale.
