@@ -50,8 +50,7 @@ struct Training {
 
 // Without shared memory, what a rank owns ends with it.
 TEST(ElasticUpdate, ELA01_sharded_optimizers_over_sockets_are_refused_by_name) {
-  for (const auto sharding :
-       {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron, test::Sharding::fsdp}) {
+  for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron}) {
     SCOPED_TRACE(static_cast<int>(sharding));
     WorldOptions options;
     options.transport = "tcp";
