@@ -113,7 +113,7 @@ struct SaveOptions {
 // does; then `latest` is updated to its name. A file or folder of that name that is no checkpoint is not replaced:
 // CheckpointError. Parameters with float32 main copies are saved in float32. Collective.
 // Throws on every rank: CheckpointError for file errors (training can continue), UsageError, DisagreeError if the ranks
-// pass different steps, or hold different bits of parameters or optimizer state that must be equal, CommError.
+// pass different steps, or hold different values of parameters or optimizer state that must be equal, CommError.
 void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options = {});
 // Saves in the background: returns after one pass that copies the values; a thread writes them. Waits for the previous
 // save first, and throws its error without starting the new save. File errors, also for the folder, are reported in

@@ -75,9 +75,8 @@ TEST(TrainingParts, BEY05_an_inner_optimizer_of_local_training_saves_no_mixture)
   TrainingState wrong(model, inner, group());
   const auto text = save_refusal(folder / "wrong", wrong);
   if (group().size() > 1) {
-    EXPECT_THAT(
-        text, AllOf(HasSubstr("give LocalUpdates or DecentralizedDataParallel itself to TrainingState"),
-                    HasSubstr("rank 0 has first.weight with values of digest"), HasSubstr("rank 1 has first.weight")));
+    EXPECT_THAT(text, AllOf(HasSubstr("give LocalUpdates or DecentralizedDataParallel itself to TrainingState"),
+                            HasSubstr("ranks have different values of first.weight, up to ")));
   } else {
     EXPECT_EQ(text, "nothing was refused");
   }
@@ -98,11 +97,12 @@ TEST(TrainingParts, BEY05_replicas_that_have_drifted_apart_save_no_mixture) {
   const bool last = group().size() > 1 && group().rank() + 1 == group().size();
   if (last) momentum.add_(1);
   const auto expected =
-      group().size() > 1 ? HasSubstr("momentum_buffer of second.bias with values") : HasSubstr("nothing");
+      group().size() > 1 ? HasSubstr("different values of momentum_buffer of second.bias, up to 1 apart") : HasSubstr("nothing");
   EXPECT_THAT(save_refusal(folder / "run", training), expected);
   if (last) momentum.sub_(1);
   group().broadcast(momentum, 0).wait();
-  EXPECT_EQ(save_refusal(folder / "run", training), "nothing was refused") << "equal again";
+  if (last) momentum.mul_(1 + 1e-6);
+  EXPECT_EQ(save_refusal(folder / "run", training), "nothing was refused") << "equal again, but for rounding";
 }
 
 TEST(TrainingParts, BEY05_frozen_parameters_of_a_module_without_a_wrapper_are_each_ranks) {
