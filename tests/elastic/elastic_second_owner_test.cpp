@@ -169,10 +169,18 @@ const std::vector<Done> things_done{
        const torch::NoGradGuard no_grad;
        for (auto& parameter : wrapped.parallel->module()->parameters()) parameter.add_(0.5);
      }},
-    {"a parameter that is replaced", backward_of, [](const auto& wrapped) {
+    {"a parameter that is replaced", backward_of,
+     [](const auto& wrapped) {
        auto parameter = wrapped.parallel->module()->parameters()[0];
        parameter.set_data(at::full(parameter.sizes(), 0.25, parameter.options().requires_grad(false)));
-     }}};
+     }},
+    {"all parameters are clamped", backward_of,
+     [](const auto& wrapped) {
+       const torch::NoGradGuard no_grad;
+       for (auto& parameter : wrapped.parallel->module()->parameters()) parameter.clamp_(-0.1, 0.1);
+     }},
+    {"a parameter is frozen", backward_of,
+     [](const auto& wrapped) { wrapped.parallel->module()->parameters()[2].requires_grad_(false); }}};
 
 std::string lose_a_rank(const World& world, const Done& done, const Trained& trained, int victim) {
   alarm(30);
@@ -222,6 +230,75 @@ TEST_F(ElasticSecondOwner, ELA02_ELA04_second_owners_have_what_the_first_ones_ha
       }
     }
   }
+}
+
+// The state once a rank has ended before the next commit; victim: -1 for none.
+std::string write_then_lose_a_rank(const World& world, const Done& done, const Trained& trained, int victim) {
+  alarm(30);
+  const auto net = std::make_shared<test::Net>();
+  const auto wrapped = test::wrap_as(trained, net, world.group());
+  auto options = quick;
+  options.on_change = [](const ElasticChange&) {};
+  const auto elastic = wrapped.elastic(world, options);
+  const auto x = test::inputs_of({1, 2, 3, static_cast<size_t>(world.rank())});
+  for (int i = 0; i < 3; ++i) {
+    torch::manual_seed(static_cast<uint64_t>(i));
+    elastic->step(
+        4, [&] { done.compute(wrapped, x); }, [&] { wrapped.step(); });
+    wrapped.optimizer->zero_grad();
+    done.between(wrapped);
+  }
+  if (victim >= 0) {
+    if (world.rank() == victim) std::raise(SIGKILL);
+    try {
+      world.group().barrier().wait();
+    } catch (const CommError&) {
+      elastic->recover();
+    }
+  }
+  return elastic->together([&] { return fmt::format("{:x}", test::hash_of(wrapped.state(*net), *net)); });
+}
+
+TEST_F(ElasticSecondOwner, ELA02_ELA04_what_is_written_before_a_rank_ends_is_not_lost) {
+  int number = 0;
+  for (const auto& done : things_done) {
+    for (const auto& trained : {fully_sharded[0], fully_sharded[1]}) {
+      const int victim = ++number % 3;
+      SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
+      const auto run = [&](int dies) {
+        ForkedHosts hosts(
+            {1, 1, 1}, [&](const World& world) { return write_then_lose_a_rank(world, done, trained, dies); },
+            over("tcp"));
+        return hosts.wait(30);
+      };
+      const auto expected = run(-1);
+      const auto ended = run(victim);
+      for (int rank = 0; rank < 3; ++rank) {
+        EXPECT_EQ(expected[static_cast<size_t>(rank)].text, expected[0].text);
+        if (rank != victim) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, expected[0].text) << "rank " << rank;
+      }
+    }
+  }
+}
+
+TEST_F(ElasticSecondOwner, ELA02_options_that_differ_are_named_before_the_update) {
+  ForkedHosts hosts(
+      {1, 1},
+      [](const World& world) {
+        alarm(30);
+        const auto net = std::make_shared<test::Net>();
+        const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+        const auto elastic = wrapped.elastic(world, quick);
+        const auto x = test::inputs_of({1, 2});
+        wrapped.optimizer->param_groups()[0].options().set_lr(0.01 * (1 + world.rank()));
+        return test::refusal<DisagreeError>([&] {
+          elastic->step(
+              2, [&] { backward_of(wrapped, x); }, [&] { wrapped.step(); });
+        });
+      },
+      over("tcp"));
+  for (const auto& one : hosts.wait(20))
+    EXPECT_THAT(one.text, testing::HasSubstr("different options of the optimizer"));
 }
 
 // A change of the gradients behind the commit would be one of the first owners alone.

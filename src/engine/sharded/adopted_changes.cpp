@@ -156,6 +156,18 @@ void ShardedModule::adopt_changes(const Label& label) {
   refresh_copies(*changes, /*in_other_dtype=*/false);
 }
 
+void ShardedModule::adopt_alone() {
+  if (!changed()) return;
+  const torch::NoGradGuard no_grad;
+  Changes changes;
+  for (const auto& gather : gathers_) changes.trainable.push_back(gather->changed());
+  for (const auto& frozen : frozen_) changes.frozen.push_back(frozen.gather->changed());
+  refresh_copies(changes, /*in_other_dtype=*/true);
+  visit_gathers([](const std::string&, ParameterGather& gather) { gather.adopt_alone(); });
+  replicated_.watch.note();
+  refresh_copies(changes, /*in_other_dtype=*/false);
+}
+
 at::Tensor ShardedModule::current(const OwnedPiece& piece) const {
   return current_values(*gathers_[piece.bucket], piece.slice, piece.main);
 }

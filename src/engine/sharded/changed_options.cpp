@@ -78,6 +78,12 @@ void agree_on_options(const Group& group, const std::string& optimizer, const st
   agree(group, fmt::format("changed options of {} (change them alike on every rank)", optimizer), changed);
 }
 
+uint64_t digest_of(const ParamGroups& groups) {
+  std::string text;
+  for (const auto& group : groups) text += named_options(group.options()).dump() + ';';
+  return std::hash<std::string>()(text);
+}
+
 uint64_t digest_of(const OptimizerState& state) {
   std::string text;
   for (const auto& [name, entry] : state) {

@@ -19,6 +19,9 @@ std::vector<std::string> changed_options(const ParamGroups& before, const ParamG
 // DisagreeError. Called by ranks with changed options; if some have none, the others' next collective is the error. Collective.
 void agree_on_options(const Group& group, const std::string& optimizer, const std::vector<std::string>& changed);
 
+// A number that stands for the options of all groups.
+uint64_t digest_of(const ParamGroups& groups);
+
 // A number that stands for the bits of a state.
 uint64_t digest_of(const OptimizerState& state);
 

@@ -237,16 +237,12 @@ class InPages : public ParameterGather {
     const torch::NoGradGuard no_grad;
     pager_->store_writes(page_);
     if (held_on_any_rank(label)) move_homes();
-    for (size_t piece = 0; piece < parameters_.size(); ++piece) {
-      if (!replaced(piece)) continue;
-      if (own_.defined()) take(piece, own_, own_range_);
-      for (const auto& held : held_) take(piece, held.values, held.range);
-      parameters_[piece].set_data(homes_[piece]);
-    }
-    watch_.note();
-    digests_.clear();
-    pager_->forget_writes(page_);
-    publish(label);
+    take_replaced();
+  }
+  void adopt_alone() override {
+    const torch::NoGradGuard no_grad;
+    pager_->store_writes(page_);
+    take_replaced();
   }
   void notice_writes(bool on) override { pager_->notice_writes(on); }
 
@@ -269,6 +265,18 @@ class InPages : public ParameterGather {
         .copy_(copied_elements(homes_[piece], parameters_[piece], {common.begin - begin, common.end - begin}));
   }
   bool replaced(size_t piece) const { return !same_view(parameters_[piece], homes_[piece]); }
+  void take_replaced() {
+    for (size_t piece = 0; piece < parameters_.size(); ++piece) {
+      if (!replaced(piece)) continue;
+      if (own_.defined()) take(piece, own_, own_range_);
+      for (const auto& held : held_) take(piece, held.values, held.range);
+      parameters_[piece].set_data(homes_[piece]);
+    }
+    watch_.note();
+    digests_.clear();
+    pager_->forget_writes(page_);
+    pager_->invalidate(page_);
+  }
   // Whether the program holds the former memory of a replaced parameter (own = p.data(), to be put back).
   bool held_on_any_rank(const Label& label) const {
     size_t replaced_ones = 0;

@@ -40,6 +40,8 @@ class ParameterGather {
   // program still holds of a replaced parameter's former memory keeps its values; elements() may lie elsewhere
   // afterwards. Collective.
   virtual void adopt(const Label& label) = 0;
+  // The same of pages without the other ranks: what the program holds is not looked after.
+  virtual void adopt_alone() {}
   // While off, writes are not detected.
   virtual void notice_writes(bool on) = 0;
   // See ParameterBuffer. Parameters in other memory have no private copies.

@@ -78,32 +78,49 @@ PendingExchange SecondCopies::follow(PendingExchange sum, size_t bucket, const L
   return chain(std::move(sum), [this, bucket, label] { return exchange(bucket, label); });
 }
 
-void SecondCopies::complete(const std::map<int, uint64_t>& digests, const Label& label) {
+void SecondCopies::complete(const std::map<int, uint64_t>& values, uint64_t options, const Label& label) {
   bool current = true;
   for (size_t bucket = 0; bucket < copies_.size(); ++bucket) current = current && is_current(bucket);
-  std::vector<double> values(1 + 2 * owners_.size(), -std::numeric_limits<double>::infinity());
-  values[0] = current ? 0 : 1;
-  for (const auto& [owner, digest] : digests) {
-    const auto place = 1 + 2 * static_cast<size_t>(owner);
-    values[place] = static_cast<double>(digest >> 11);  // a double has 53 bits
-    values[place + 1] = -values[place];
-  }
+  std::vector<double> own(1 + 2 * (1 + owners_.size()), -std::numeric_limits<double>::infinity());
+  own[0] = current ? 0 : 1;
+  const auto show = [&](size_t place, uint64_t digest) {
+    own[1 + 2 * place] = static_cast<double>(digest >> 11);  // a double has 53 bits
+    own[2 + 2 * place] = -own[1 + 2 * place];
+  };
+  show(0, options);
+  for (const auto& [owner, digest] : values) show(1 + static_cast<size_t>(owner), digest);
   const Label question{label.step, -1, "whether sums have changed since they were sent"};
-  const auto most = group_.all_reduce(values, ReduceOp::max, question);
-  for (size_t rank = 0; rank < owners_.size(); ++rank) {
-    if (most[1 + 2 * rank] == -most[2 + 2 * rank] || std::isinf(most[1 + 2 * rank])) continue;  // or no elements
-    throw DisagreeError(
-        fmt::format("rank {} and rank {}, which own the same shards in an elastic job, have different values of them: "
-                    "change parameters between "
-                    "two steps alike on all ranks, and load checkpoints before Elastic is constructed",
-                    rank, owners_[rank]));
-  }
+  const auto most = group_.all_reduce(own, ReduceOp::max, question);
+  require_alike(most);
   if (most[0] == 0) return;
   for (size_t bucket = 0; bucket < copies_.size(); ++bucket) {
     auto pending = exchange(bucket, {label.step, static_cast<int64_t>(bucket), reducer_.buckets()[bucket].names()});
     for (pending.complete(); pending.next_stage; pending.complete()) {
       pending = std::exchange(pending.next_stage, {})();
     }
+  }
+}
+
+void SecondCopies::require_alike(const std::vector<double>& most) const {
+  const auto differs = [&](size_t place) {
+    const bool none = std::isinf(most[1 + 2 * place]);  // a rank without elements
+    return !none && most[1 + 2 * place] != -most[2 + 2 * place];
+  };
+  if (differs(0)) {
+    throw DisagreeError(
+        "ranks have different options of the optimizer (learning rate, weight decay or others): change them alike on "
+        "every "
+        "rank before the step");
+  }
+  for (size_t rank = 0; rank < owners_.size(); ++rank) {
+    if (!differs(1 + rank)) continue;
+    throw DisagreeError(
+        fmt::format("rank {} and rank {}, which own the same shards in an elastic job, have different values of them: "
+                    "change parameters between "
+                    "two steps alike on all ranks, and load checkpoints before Elastic is constructed; hosts whose "
+                    "CPUs have other vector "
+                    "instructions round in other ways: take hosts of one kind, or the same ATEN_CPU_CAPABILITY on all",
+                    rank, owners_[rank]));
   }
 }
 

@@ -32,15 +32,17 @@ class SecondCopies {
   const std::vector<Copy>& of(size_t bucket) const { return copies_[bucket]; }
   // Chains the messages about a bucket to its reduction.
   PendingExchange follow(PendingExchange sum, size_t bucket, const Label& label);
-  // All copies are as the sums are at present. digests: by first owner, what is known of the values here. DisagreeError if the owners
-  // of a shard know something else. Collective.
-  void complete(const std::map<int, uint64_t>& digests, const Label& label);
+  // All copies are as the sums are at present. values: by first owner, digest of what this rank has of its shard. options: digest of the
+  // optimizer's. DisagreeError if the owners of a shard have other values, or ranks other options. Collective.
+  void complete(const std::map<int, uint64_t>& values, uint64_t options, const Label& label);
   // Runs `change`, which does the same to this rank's sums and to its copies.
   void change_alike(const std::function<void()>& change);
 
  private:
   PendingExchange exchange(size_t bucket, const Label& label);
   bool is_current(size_t bucket) const;
+  // Each digest, and minus it, for one maximum over the ranks; UsageError if those differ.
+  void require_alike(const std::vector<double>& most) const;
 
   const Reducer& reducer_;
   Group group_;

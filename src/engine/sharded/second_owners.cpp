@@ -45,7 +45,7 @@ void ShardedOptimizerCore::State::complete_second() {
         "Elastic is constructed");
   }
   prepare_gradients();
-  for (const auto& module : modules) module->complete_second(label("second copies of gradients"));
+  for (const auto& module : modules) module->complete_second(commit.options, label("second copies of gradients"));
 }
 
 void ShardedOptimizerCore::State::seal_gradients() {
@@ -107,7 +107,10 @@ void ShardedOptimizerCore::begin_regroup(const Group& group) {
     second.former.reset();
   }
   second.made = 0;
-  if (!second.former) second.former = state.estate();
+  if (second.former) return;
+  // What programs have written since the last step, as all of them do.
+  for (const auto& module : state.modules) module->adopt_alone();
+  second.former = state.estate();
 }
 
 // In the group that has been followed, with modules whose values are not there yet.

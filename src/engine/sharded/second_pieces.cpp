@@ -58,7 +58,7 @@ void ShardedModule::drop_second() {
   for (const auto& gather : gathers_) gather->hold({});
 }
 
-void ShardedModule::complete_second(const Label& label) {
+void ShardedModule::complete_second(uint64_t options, const Label& label) {
   std::map<int, uint64_t> digests;
   for (const auto* list : {&pieces_, &second_pieces_}) {
     for (const auto& piece : *list) {
@@ -66,7 +66,7 @@ void ShardedModule::complete_second(const Label& label) {
       digest = with_element(digest, piece.main, label.step);
     }
   }
-  second_->complete(digests, label);
+  second_->complete(digests, options, label);
 }
 
 void ShardedModule::clip_sums(std::vector<at::Tensor> sums, double norm, double max_norm) {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "engine/paging/operator_watch.h"
+#include "engine/sharded/changed_options.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
 #include "memory/views.h"
@@ -46,6 +47,7 @@ bool ShardedOptimizerBase::prepare_commit() {
   adopt_changes();
   state.commit.mixed_in.clear();
   complete_gradients();
+  if (state.has_second()) state.commit.options = digest_of(param_groups_);
   state.commit.prepared = prepare_update(state.own_scaler(), state.clip_grad);
   state.seal_gradients();
   return state.guarded && state.guarded->prepare(state.commit.mixed_in);

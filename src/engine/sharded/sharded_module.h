@@ -140,6 +140,8 @@ class ShardedModule {
   void agree_on_changes(const Label& label);
   // What the optimizer updates, with the program's changes that are not adopted yet: a copy if there are some.
   at::Tensor current(const OwnedPiece& piece) const;
+  // The same of pages without the other ranks, whose programs have made the same changes.
+  void adopt_alone();
   // The part of adopt_changes() that is not collective: throws what it would reject.
   void require_kinds() const;
   // While off, writes are not detected.
@@ -169,8 +171,8 @@ class ShardedModule {
   void hold_second();
   void drop_second();
   // Sums of second pieces are as their first owners have them. DisagreeError if some elements that are looked at, others in each step,
-  // have other values. Collective.
-  void complete_second(const Label& label);
+  // have other values, or if ranks have other options. options: digest of the optimizer's. Collective.
+  void complete_second(uint64_t options, const Label& label);
 
  private:
   void list_pieces(std::span<const at::Tensor> originals);

@@ -42,6 +42,7 @@ struct ShardedOptimizerBase::State {
     bool lone = false;     // this rank is alone on its host, beside others: its steps have a commit, and need no guard
     bool passed = false;   // of a lone rank, and where shares have second owners
     bool refused = false;  // by step(), before it changed anything
+    uint64_t options = 0;  // digest of the options, where shares have second owners
   };
   Commit commit{};
   bool computes_shares = false;  // Elastic computes one share of the batch after the other

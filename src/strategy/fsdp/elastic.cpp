@@ -1,5 +1,6 @@
 // FullyShardedDataParallel and its optimizer in an elastic job.
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include <utility>
@@ -67,6 +68,16 @@ std::vector<at::Tensor> FullyShardedCore::frozen_copies() const {
 void FullyShardedCore::regroup(const ShardGroups& groups, int64_t step, bool filled) {
   const auto former = shards_->module;
   auto frozen = std::exchange(shards_->frozen, {});
+  // A parameter that was frozen since it was wrapped stays among those that ranks divide as they are trained.
+  std::vector<at::Tensor> frozen_since;
+  for (const auto& gradient : former->reducer().gradients()) {
+    if (filled || gradient.parameter.requires_grad()) continue;
+    frozen_since.push_back(gradient.parameter);
+    frozen_since.back().requires_grad_(true);
+  }
+  const auto freeze_again = c10::make_scope_exit([&] {
+    for (auto& parameter : frozen_since) parameter.requires_grad_(false);
+  });
   const auto& remains = former->retire();
   state().group = groups.all;
   state().entered = false;
