@@ -96,8 +96,9 @@ TEST(TrainingParts, BEY05_replicas_that_have_drifted_apart_save_no_mixture) {
   auto momentum = static_cast<torch::optim::SGDParamState&>(state).momentum_buffer();
   const bool last = group().size() > 1 && group().rank() + 1 == group().size();
   if (last) momentum.add_(1);
-  const auto expected =
-      group().size() > 1 ? HasSubstr("different values of momentum_buffer of second.bias, up to 1 apart") : HasSubstr("nothing");
+  const auto expected = group().size() > 1
+                            ? HasSubstr("different values of momentum_buffer of second.bias, up to 1 apart")
+                            : HasSubstr("nothing");
   EXPECT_THAT(save_refusal(folder / "run", training), expected);
   if (last) momentum.sub_(1);
   group().broadcast(momentum, 0).wait();
