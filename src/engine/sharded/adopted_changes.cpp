@@ -77,19 +77,25 @@ bool ShardedModule::changed() const {
          std::any_of(frozen_.begin(), frozen_.end(), [&](const Known& frozen) { return any(frozen.gather); });
 }
 
+// Their homes may have moved since they were wrapped.
 void ShardedModule::separate_replaced() {
   std::vector<NamedTensor> all;
   std::vector<at::Tensor> replaced;
-  const auto add = [&](const Known& known) {
-    for (size_t i = 0; i < known.names.size(); ++i) {
-      const auto& parameter = known.watch.parameters()[i];
-      all.push_back({.name = known.names[i], .aliases = {}, .tensor = parameter});
-      if (known.watch.replaced(i)) replaced.push_back(parameter);
-    }
+  const auto add = [&](const Known& known, size_t number, bool is_replaced) {
+    const auto& parameter = known.watch.parameters()[number];
+    all.push_back({.name = known.names[number], .aliases = {}, .tensor = parameter});
+    if (is_replaced) replaced.push_back(parameter);
   };
-  add(trainable_);
-  for (const auto& frozen : frozen_) add(frozen);
-  add(replicated_);
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    const auto& members = reducer_->buckets()[number].members();
+    for (size_t piece = 0; piece < members.size(); ++piece) {
+      add(trainable_, members[piece], gathers_[number]->replaced(piece));
+    }
+  }
+  for (const auto& frozen : frozen_) {
+    for (size_t i = 0; i < frozen.names.size(); ++i) add(frozen, i, frozen.gather->replaced(i));
+  }
+  for (size_t i = 0; i < replicated_.names.size(); ++i) add(replicated_, i, replicated_.watch.replaced(i));
   if (!replaced.empty()) separate(all, replaced, known_.owner());
 }
 

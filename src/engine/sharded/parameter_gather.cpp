@@ -37,6 +37,7 @@ class InParameters : public ParameterGather {
   void wait(const Label& label) override { buffer_.wait(label); }
   std::vector<at::Tensor> awaited() const override { return buffer_.homes(); }
   std::vector<size_t> changed() const override { return buffer_.changed(); }
+  bool replaced(size_t piece) const override { return !same_view(buffer_.parameters()[piece], buffer_.homes()[piece]); }
   uint64_t digest(size_t piece) const override { return digest_of(buffer_.parameters()[piece]); }
   at::Tensor current(const Slice& slice) const override { return buffer_.current(slice.piece, slice.in_piece); }
   void leave_to_holders() override { buffer_.leave_to_holders(); }
@@ -99,10 +100,11 @@ class InGradients : public ParameterGather, private MemoryUser {
     if (!any_written_ && !watch_.changed()) return list;
     const std::lock_guard lock(mutex_);
     for (size_t piece = 0; piece < homes_.size(); ++piece) {
-      if (written_[piece] || !same_view(watch_.parameters()[piece], homes_[piece])) list.push_back(piece);
+      if (written_[piece] || replaced(piece)) list.push_back(piece);
     }
     return list;
   }
+  bool replaced(size_t piece) const override { return !same_view(watch_.parameters()[piece], homes_[piece]); }
   uint64_t digest(size_t piece) const override { return digest_of(watch_.parameters()[piece]); }
   at::Tensor current(const Slice& slice) const override {
     return copied_elements(homes_[slice.piece], watch_.parameters()[slice.piece], slice.in_piece);
@@ -220,6 +222,7 @@ class InPages : public ParameterGather {
     }
     return list;
   }
+  bool replaced(size_t piece) const override { return !same_view(parameters_[piece], homes_[piece]); }
   uint64_t digest(size_t piece) const override {
     if (replaced(piece)) return digest_of(parameters_[piece]);
     pager_->store_writes(page_);
@@ -264,7 +267,6 @@ class InPages : public ParameterGather {
     part_of(memory, common, range.begin)
         .copy_(copied_elements(homes_[piece], parameters_[piece], {common.begin - begin, common.end - begin}));
   }
-  bool replaced(size_t piece) const { return !same_view(parameters_[piece], homes_[piece]); }
   void take_replaced() {
     for (size_t piece = 0; piece < parameters_.size(); ++piece) {
       if (!replaced(piece)) continue;
@@ -282,7 +284,8 @@ class InPages : public ParameterGather {
     size_t replaced_ones = 0;
     for (size_t piece = 0; piece < parameters_.size(); ++piece) replaced_ones += replaced(piece) ? 1 : 0;
     const auto own_uses = Pager::uses_of_a_page + 1 + homes_.size() + parameters_.size() - replaced_ones;
-    auto held = at::full({1}, page_.storage().use_count() > own_uses ? 1 : 0, at::kInt);
+    const bool holds = replaced_ones > 0 && page_.storage().use_count() > own_uses;
+    auto held = at::full({1}, holds ? 1 : 0, at::kInt);
     pager_->group().all_reduce(held, ReduceOp::max, label).wait();
     return held.item<int>() != 0;
   }

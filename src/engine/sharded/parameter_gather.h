@@ -29,6 +29,8 @@ class ParameterGather {
   // Indices within the bucket of parameters that the user has replaced or written; empty: nothing to adopt, which is
   // cheap to find. Not collective.
   virtual std::vector<size_t> changed() const = 0;
+  // Whether the parameter has other memory than it was given here.
+  virtual bool replaced(size_t piece) const = 0;
   // Digest of this rank's values of a parameter in changed().
   virtual uint64_t digest(size_t piece) const = 0;
   // This rank's elements of a parameter in changed(), one-dimensional, as the program has them: in the parameter's

@@ -261,6 +261,28 @@ TEST_P(ReplacedTensors, parameters_may_exchange_their_memory) {
   }
 }
 
+// As programs whose rank 0 keeps the best values so far, and writes to parameters in place afterwards.
+TEST_P(ReplacedTensors, one_rank_may_keep_the_memory_of_parameters_that_are_replaced_and_written) {
+  auto training = training_of(trained_net(), 0.0001);
+  OneProcess one(1);
+  one.net->first->bias.requires_grad_(true);
+  std::vector<at::Tensor> kept;
+  if (group().rank() == 0) {
+    for (const auto& parameter : training.model->parameters()) kept.push_back(parameter.data());
+  }
+  const auto replace = [](NetImpl& net) {
+    for (auto& parameter : net.parameters()) parameter.set_data(other_values(parameter));
+  };
+  const auto write = [](NetImpl& net) {
+    const torch::NoGradGuard no_grad;
+    net.first->weight.clamp_(-0.1, 0.1);
+  };
+  for (const auto& change : {Change(replace), Change(write), Change(write)}) {
+    expect_like_one_process(training, one, change, When::before_forward, 0);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_P(ReplacedTensors, a_parameter_that_gets_the_memory_of_another_is_refused_by_name) {
   const bool by_number = GetParam().starts_with("zero");
   if (GetParam() == "ddp" || (by_number && group().size() == 1)) return;  // nothing has moved: it follows the other
