@@ -69,8 +69,12 @@ class GradScaler {
  private:
   GradScalerOptions options_;
   GradScalerState state_;
+  struct Unscaled {
+    c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+    uint32_t version;  // of the tensor: a later one has other values
+  };
   // Where the gradients lie that unscale() has divided since the last update().
-  mutable std::map<const void*, c10::weak_intrusive_ptr<c10::StorageImpl>> unscaled_;
+  mutable std::map<const void*, Unscaled> unscaled_;
 };
 
 // Dtypes of a training.

@@ -60,10 +60,13 @@ def refuse_torch_ddp(module: torch.nn.Module, wrapper: str, used: Iterable[torch
 
 
 def refuse_torch_fsdp(module: torch.nn.Module, what: str) -> None:
-    """UsageError if PyTorch's FullyShardedDataParallel is in it, whose parameters are this rank's shards."""
+    """UsageError if PyTorch's FullyShardedDataParallel is in it and its parameters are this rank's shards at present."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, part in module.named_modules():
         if isinstance(part, kind):
+            whole = "SUMMON_FULL_PARAMS" in str(getattr(part, "training_state", ""))  # within summon_full_params()
+            if whole or "NO_SHARD" in str(getattr(part, "sharding_strategy", "")):
+                continue
             raise _C.UsageError(
                 f"{what}: {name or 'the module'} is PyTorch's FullyShardedDataParallel, whose parameters are shards that this rank "
                 "alone has: save with torch.distributed.checkpoint, or train with shoal.nn.FullyShardedDataParallel"

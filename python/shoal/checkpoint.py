@@ -83,6 +83,7 @@ class TrainingState:
         for mirror in self._mirrors:  # a forward may have replaced buffers since; what else has changed is a UsageError
             mirror.refresh()
         for part in self._parts:
+            _refuse(part)  # an optimizer in another one may have got a state
             if isinstance(part, DistributedOptimizer):
                 part._mirror.refresh()
             if isinstance(part, LocalUpdates):
@@ -126,12 +127,20 @@ def _refuse(part: Any) -> None:
             "TrainingState: L-BFGS keeps lists in its state, and shoal saves tensors and numbers: use another optimizer, or save "
             "the module alone, with shoal.checkpoint.save_module()"
         )
-    for name, inner in vars(optimizer).items():
-        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
-            raise _C.UsageError(
-                f"TrainingState: {type(optimizer).__name__} keeps state in another optimizer, its {name}, which a checkpoint would "
-                "not have: instead of PyTorch's ZeroRedundancyOptimizer use shoal.optim.OSS; elsewhere give the optimizer in it"
-            )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        _refuse_inner(optimizer, "optim")
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        for inner in values:
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state and inner.state:
+                _refuse_inner(optimizer, name)
+
+
+def _refuse_inner(optimizer: torch.optim.Optimizer, name: str) -> None:
+    raise _C.UsageError(
+        f"TrainingState: {type(optimizer).__name__} keeps state in another optimizer, its {name}, which a checkpoint would not "
+        "have: instead of PyTorch's ZeroRedundancyOptimizer use shoal.optim.OSS; elsewhere give the optimizer in it"
+    )
 
 
 def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:

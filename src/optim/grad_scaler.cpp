@@ -76,11 +76,11 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& gradients) const {
     found = found_inf.item<float>() != 0 || found;
     for (const auto& gradient : batch) {
       if (gradient.numel() == 0) continue;
-      unscaled_.insert_or_assign(gradient.const_data_ptr(),
-                                 c10::weak_intrusive_ptr<c10::StorageImpl>(gradient.storage().getWeakStorageImpl()));
+      const c10::weak_intrusive_ptr<c10::StorageImpl> storage(gradient.storage().getWeakStorageImpl());
+      unscaled_.insert_or_assign(gradient.const_data_ptr(), Unscaled{storage, gradient._version()});
     }
   }
-  std::erase_if(unscaled_, [](const auto& memory) { return memory.second.expired(); });
+  std::erase_if(unscaled_, [](const auto& entry) { return entry.second.memory.expired(); });
   return found;
 }
 
@@ -90,7 +90,7 @@ bool GradScaler::unscaled(const std::vector<at::Tensor>& gradients) const {
     const auto dense = values_of(gradient);
     if (!dense.has_storage() || dense.numel() == 0) return false;
     const auto found = unscaled_.find(dense.const_data_ptr());
-    return found != unscaled_.end() && !found->second.expired();
+    return found != unscaled_.end() && !found->second.memory.expired() && found->second.version == dense._version();
   });
 }
 

@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
-#include "optim/state.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -13,26 +13,32 @@ namespace {
 
 constexpr int64_t blocks = 16;
 constexpr int64_t elements_of_block = 16;  // a cache line of float32
-constexpr double most_of_rounding = 1e-4;  // of a tensor's largest element
 
 struct Sample {
   std::string name;
   at::Tensor elements;  // float32
+  double most_apart;    // of the largest element, as after different processors' rounding
 };
 
-// Some elements, evenly spread: all of them take about as long to read as a save takes to copy them.
-void add_sample(std::vector<Sample>& samples, const std::string& name, const at::Tensor& values) {
-  if (values.layout() != at::kStrided || values.numel() == 0) return;  // a layout is refused later, by name
-  const auto flat = values.detach().reshape({-1});
+double rounding_of(at::ScalarType dtype) {
+  const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+  return narrow ? 16 * std::numeric_limits<c10::BFloat16>::epsilon() : 1e-4;
+}
+
+// Some elements, evenly spread in memory: all of them take about as long to read as a save takes to copy them.
+Sample sample_of(const std::string& name, const at::Tensor& values) {
+  const auto detached = values.detach();
+  const auto flat =
+      detached.is_non_overlapping_and_dense() ? detached.as_strided({detached.numel()}, {1}) : detached.reshape({-1});
   std::vector<at::Tensor> parts;
   for (int64_t block = 0; block < blocks; ++block) {
     const auto begin = flat.numel() * block / blocks;
     const auto end = std::min(flat.numel() * (block + 1) / blocks, begin + elements_of_block);
     if (end > begin) parts.push_back(flat.narrow(0, begin, end - begin));
   }
-  const auto real = at::cat(parts).cpu();
-  const auto numbers = real.is_complex() ? at::view_as_real(real).reshape({-1}) : real;
-  samples.push_back({name, numbers.to(at::kFloat).nan_to_num()});
+  const auto some = at::cat(parts).cpu();
+  const auto numbers = some.is_complex() ? at::view_as_real(some).reshape({-1}) : some;
+  return {name, numbers.to(at::kFloat).nan_to_num(), rounding_of(values.scalar_type())};
 }
 
 std::vector<Sample> samples_of(const CheckpointView& view) {
@@ -40,13 +46,12 @@ std::vector<Sample> samples_of(const CheckpointView& view) {
   for (const auto& share : view.shares) {
     if (!share.everywhere) continue;
     for (const auto& piece : share.pieces) {
-      if (!piece.updated.defined() || view.own.contains(piece.name)) continue;
-      add_sample(samples, piece.name, piece.updated);
-      const auto found = share.local->state().find(piece.updated.unsafeGetTensorImpl());
-      if (found == share.local->state().end()) continue;
-      for (const auto& [field, tensor] : named_state(*found->second).tensors) {
-        add_sample(samples, fmt::format("{} of {}", field, piece.name), tensor);
+      const auto& values = piece.updated;
+      if (!values.defined() || view.own.contains(piece.name) || values.layout() != at::kStrided ||
+          values.numel() == 0) {
+        continue;
       }
+      samples.push_back(sample_of(piece.name, values));
     }
   }
   return samples;
@@ -57,19 +62,13 @@ std::vector<Sample> samples_of(const CheckpointView& view) {
 void require_equal_values(const CheckpointView& view, const Group& group) {
   const auto everywhere = [](const auto& share) { return share.everywhere; };
   if (group.size() == 1 || std::none_of(view.shares.begin(), view.shares.end(), everywhere)) return;
-  const std::string subject = "checkpoint of a training whose ranks hold equal values";
   const auto samples = samples_of(view);
-  std::vector<std::string> lines;
+  if (samples.empty()) return;
   std::vector<at::Tensor> all;
-  for (const auto& sample : samples) {
-    lines.push_back(fmt::format("{} elements looked at of {}", sample.elements.numel(), sample.name));
-    all.push_back(sample.elements);
-  }
-  agree(group, subject, lines);
-  if (all.empty()) return;
+  for (const auto& sample : samples) all.push_back(sample.elements);
   const auto own = at::cat(all);
   auto most = at::stack({own, -own});
-  group.all_reduce(most, ReduceOp::max, {-1, -1, subject}).wait();
+  group.all_reduce(most, ReduceOp::max, {-1, -1, "parameters that a checkpoint has once"}).wait();
   int64_t begin = 0;
   for (const auto& sample : samples) {
     const auto numel = sample.elements.numel();
@@ -77,11 +76,12 @@ void require_equal_values(const CheckpointView& view, const Group& group) {
     begin += numel;
     const auto apart = (largest - least).max().item<double>();
     const auto scale = at::maximum(largest.abs(), least.abs()).max().item<double>();
-    if (apart <= most_of_rounding * scale) continue;
-    throw DisagreeError(
-        fmt::format("{}: ranks have different values of {}, up to {:.3g} apart: give LocalUpdates or "
-                    "DecentralizedDataParallel itself to TrainingState; elsewhere make the values equal again",
-                    subject, sample.name, apart));
+    if (apart <= sample.most_apart * scale) continue;
+    throw DisagreeError(fmt::format(
+        "a checkpoint of this training has each parameter once, but ranks have different values of {}, up to "
+        "{:.3g} apart: give LocalUpdates or DecentralizedDataParallel itself to TrainingState; elsewhere make "
+        "parameters and optimizer state equal again, by a broadcast of rank 0's",
+        sample.name, apart));
   }
 }
 

@@ -40,10 +40,15 @@ CheckpointSaver& TrainingState::State::saver_for(const std::filesystem::path& gi
   auto folder = std::filesystem::absolute(given, error);  // the program may change its folder during a background save
   if (error) folder = given;
   const auto now = source->group();
-  const bool fits = saver && group->name() == now.name() && group->size() == now.size() && run == folder &&
-                    keep_last == options.keep_last && snapshot_mb == options.snapshot_mb;
-  if (fits) return *saver;
-  if (saver) saver->wait();
+  if (saver) {
+    const bool fits = group->name() == now.name() && group->size() == now.size() && run == folder &&
+                      keep_last == options.keep_last && snapshot_mb == options.snapshot_mb;
+    // A relative folder may be another one on some ranks, where the program has changed its own.
+    const auto other =
+        now.all_reduce(fits ? 0.0 : 1.0, ReduceOp::max, {-1, -1, "whether a checkpoint's folder is the last one's"});
+    if (other == 0) return *saver;
+    saver->wait();
+  }
   group = now;
   run = folder;
   keep_last = options.keep_last;

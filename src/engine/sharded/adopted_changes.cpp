@@ -134,7 +134,12 @@ void ShardedModule::agree_on_changes(const Label& label) {
     }
     return false;
   };
-  if (other_strides(trainable_) || std::any_of(frozen_.begin(), frozen_.end(), other_strides)) {
+  require_going_on();
+  require_kinds();
+  if (!changed()) return;
+  const bool here = other_strides(trainable_) || std::any_of(frozen_.begin(), frozen_.end(), other_strides);
+  const bool anywhere = reducer_->group().all_reduce(here ? 1.0 : 0.0, ReduceOp::max, label) > 0;
+  if (anywhere) {
     adopt_changes(label);
   } else {
     agreed_changes();

@@ -36,7 +36,8 @@ std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const Gr
   finite = true;
   if (scaler == nullptr) return gradients;
   const auto unscale = [&] {
-    const int own = scaler->unscaled(gradients) ? 2 : scaler->unscale(gradients) ? 1 : 0;
+    // The optimizer's own scaler has unscaled what was clipped before.
+    const int own = scaler != own_scaler() && scaler->unscaled(gradients) ? 2 : scaler->unscale(gradients) ? 1 : 0;
     auto found = at::full({1}, own, at::kInt);
     for (const auto& scalars : groups_of_scalars()) {
       scalars.all_reduce(found, ReduceOp::max, label("inf or NaN in gradients")).wait();

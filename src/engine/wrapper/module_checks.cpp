@@ -29,10 +29,12 @@ Extent extent_of(const at::Tensor& tensor) {
 
 // Whether two tensors on one storage have an element in common. Parts of one tensor may interleave, such as chunks of its columns.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (a.element_size() != b.element_size()) return true;
   const auto one = extent_of(a);
   const auto other = extent_of(b);
-  if (one.end <= other.begin || other.end <= one.begin) return false;
+  const auto bytes_of_a = static_cast<int64_t>(a.element_size()), bytes_of_b = static_cast<int64_t>(b.element_size());
+  if (one.end * bytes_of_a <= other.begin * bytes_of_b || other.end * bytes_of_b <= one.begin * bytes_of_a)
+    return false;
+  if (bytes_of_a != bytes_of_b) return true;
   const auto mask = at::zeros({std::max(one.end, other.end)}, at::kBool);
   mask.as_strided(a.sizes(), a.strides(), a.storage_offset()).fill_(true);
   return mask.as_strided(b.sizes(), b.strides(), b.storage_offset()).any().item<bool>();

@@ -92,18 +92,20 @@ TEST(TrainingParts, BEY05_replicas_that_have_drifted_apart_save_no_mixture) {
   mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
   optimizer.step();
   TrainingState training(parallel, optimizer);
-  auto& state = *optimizer.state().at(model->second->bias.unsafeGetTensorImpl());
-  auto momentum = static_cast<torch::optim::SGDParamState&>(state).momentum_buffer();
+  const auto& bias = model->second->bias;
+  const torch::NoGradGuard no_grad;
   const bool last = group().size() > 1 && group().rank() + 1 == group().size();
-  if (last) momentum.add_(1);
-  const auto expected = group().size() > 1
-                            ? HasSubstr("different values of momentum_buffer of second.bias, up to 1 apart")
-                            : HasSubstr("nothing");
+  if (last) bias.add_(1);
+  const auto expected =
+      group().size() > 1 ? HasSubstr("different values of second.bias, up to 1 apart") : HasSubstr("nothing");
   EXPECT_THAT(save_refusal(folder / "run", training), expected);
-  if (last) momentum.sub_(1);
-  group().broadcast(momentum, 0).wait();
-  if (last) momentum.mul_(1 + 1e-6);
+  group().broadcast(bias, 0).wait();
+  if (last) bias.mul_(1 + 1e-6);
   EXPECT_EQ(save_refusal(folder / "run", training), "nothing was refused") << "equal again, but for rounding";
+  group().broadcast(bias, 0).wait();
+  // Optimizers may keep the state of a parameter on one rank alone.
+  if (last) optimizer.state().erase(bias.unsafeGetTensorImpl());
+  EXPECT_EQ(save_refusal(folder / "run", training), "nothing was refused");
 }
 
 TEST(TrainingParts, BEY05_frozen_parameters_of_a_module_without_a_wrapper_are_each_ranks) {
