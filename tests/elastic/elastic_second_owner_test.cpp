@@ -233,7 +233,8 @@ TEST_F(ElasticSecondOwner, ELA02_ELA04_second_owners_have_what_the_first_ones_ha
 }
 
 // The state once a rank has ended before the next commit; victim: -1 for none.
-std::string write_then_lose_a_rank(const World& world, const Done& done, const Trained& trained, int victim) {
+std::string write_then_lose_a_rank(const World& world, const Done& done, const Trained& trained, int victim,
+                                   int steps = 3) {
   alarm(30);
   const auto net = std::make_shared<test::Net>();
   const auto wrapped = test::wrap_as(trained, net, world.group());
@@ -241,7 +242,7 @@ std::string write_then_lose_a_rank(const World& world, const Done& done, const T
   options.on_change = [](const ElasticChange&) {};
   const auto elastic = wrapped.elastic(world, options);
   const auto x = test::inputs_of({1, 2, 3, static_cast<size_t>(world.rank())});
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < steps; ++i) {
     torch::manual_seed(static_cast<uint64_t>(i));
     elastic->step(
         4, [&] { done.compute(wrapped, x); }, [&] { wrapped.step(); });
@@ -279,6 +280,23 @@ TEST_F(ElasticSecondOwner, ELA02_ELA04_what_is_written_before_a_rank_ends_is_not
       }
     }
   }
+}
+
+TEST_F(ElasticSecondOwner, ELA10_values_that_only_first_owners_have_end_the_job_with_a_rank) {
+  const Done written{"own parameters are written", backward_of, [](const auto& wrapped) {
+                       for (const auto& values : fsdp_of(wrapped).own_parameters()) values.detach().fill_(100);
+                     }};
+  ForkedHosts hosts(
+      {1, 1, 1},
+      [&](const World& world) {
+        return test::refusal<JobLost>(
+            [&] { write_then_lose_a_rank(world, written, fully_sharded[0], /*victim=*/1, /*steps=*/1); });
+      },
+      over("tcp"));
+  const auto ended = hosts.wait(30);
+  for (const int rank : {0, 2})
+    EXPECT_THAT(ended[static_cast<size_t>(rank)].text,
+                testing::HasSubstr("the two owners of shards of first.weight and"));
 }
 
 TEST_F(ElasticSecondOwner, ELA02_options_that_differ_are_named_before_the_update) {

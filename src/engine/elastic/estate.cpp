@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "comm/group/text.h"
+#include "engine/sharded/changed_values.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 
@@ -60,6 +61,18 @@ Json ranges_of(const std::vector<Estate::Shard>& shards) {
   return list;
 }
 
+// Of values and state.
+uint64_t digest_of_all(const Estate::Shard& shard, const NamedState& state) {
+  auto digest = digest_of(shard.target.values.detach());
+  for (const auto& [field, tensor] : state.tensors) digest = digest * 1099511628211U ^ digest_of(tensor);
+  return digest;
+}
+
+std::string in_words(const std::set<std::string>& names) {
+  return names.size() == 1 ? *names.begin()
+                           : fmt::format("{} and {} more parameters", *names.begin(), names.size() - 1);
+}
+
 // Whether the ranges, in any order, have every element of `wanted`.
 bool cover(std::vector<Range> ranges, const Range& wanted) {
   std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
@@ -79,13 +92,31 @@ std::vector<NamedState> Estate::states() const {
 }
 
 void Estate::require_complete(const Group& group, const Estate& wanted) const {
-  const Json own{{"held", ranges_of(shards_)}, {"wanted", ranges_of(wanted.shards_)}};
+  Json own{{"held", ranges_of(shards_)}, {"wanted", ranges_of(wanted.shards_)}, {"written", written_}};
+  const auto present = states();
+  for (size_t i = 0; i < shards_.size(); ++i) own["digests"].push_back(digest_of_all(shards_[i], present[i]));
   std::map<std::string, std::vector<Range>> held, all_wanted;
+  std::map<Json, Json> digests;  // by shard
+  std::set<std::string> differ;
+  bool written = false;
   for (const auto& text : all_gather_text(group, own.dump(), {-1, -1, "shards that are left"})) {
     const auto json = Json::parse(text);
     for (const auto& [list, ranges] : {std::pair(&json.at("held"), &held), {&json.at("wanted"), &all_wanted}}) {
       for (const auto& one : *list) (*ranges)[one.at(0)].push_back({one.at(1), one.at(2)});
     }
+    written = written || json.at("written").get<bool>();
+    for (size_t i = 0; i < json.at("held").size(); ++i) {
+      const auto& shard = json.at("held").at(i);
+      const auto [found, first] = digests.emplace(shard, json.at("digests").at(i));
+      if (!first && found->second != json.at("digests").at(i)) differ.insert(shard.at(0));
+    }
+  }
+  if (!written && !differ.empty()) {
+    throw JobLost(
+        fmt::format("the two owners of shards of {} have different values or optimizer state, which were changed past "
+                    "the wrapper since the last step: start "
+                    "the job again from its last checkpoint",
+                    in_words(differ)));
   }
   std::set<std::string> lost;
   for (const auto& [name, ranges] : all_wanted) {
@@ -94,11 +125,10 @@ void Estate::require_complete(const Group& group, const Estate& wanted) const {
     }
   }
   if (lost.empty()) return;
-  throw JobLost(
-      fmt::format("both ranks that had shards of {}{} have ended, one before the other's shards had a second owner "
-                  "again: start the "
-                  "job again from its last checkpoint",
-                  *lost.begin(), lost.size() > 1 ? fmt::format(" and {} more parameters", lost.size() - 1) : ""));
+  throw JobLost(fmt::format(
+      "both ranks that had shards of {} have ended, one before the other's shards had a second owner again: "
+      "start the job again from its last checkpoint",
+      in_words(lost)));
 }
 
 // The numbers of a state are the same for all elements of a parameter, which have been updated equally often.

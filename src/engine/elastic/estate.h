@@ -28,8 +28,11 @@ class Estate {
   const std::vector<Shard>& shards() const { return shards_; }
   // The optimizer's state for each of them.
   std::vector<NamedState> states() const;
+  // The program has written to parameters since the last update, which ranks may have come to in part: it does so again where ranks
+  // have not, in Elastic::together(). Otherwise the owners of a shard have the same.
+  void set_written(bool written) { written_ = written; }
   // Gives `wanted` its values and its state, from the estates of all ranks. JobLost that names parameters of which no rank has some
-  // elements; UsageError for state that is not element by element and would have to be cut. Collective.
+  // elements, or of which ranks have other values although nobody has written to parameters; UsageError for state that is not element by element and would have to be cut. Collective.
   void fill(const Group& group, const Estate& wanted) const;
 
  private:
@@ -39,6 +42,7 @@ class Estate {
 
   std::vector<Shard> shards_;
   std::shared_ptr<torch::optim::Optimizer> local_;
+  bool written_ = false;
 };
 
 }  // namespace shoal

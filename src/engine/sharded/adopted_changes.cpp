@@ -155,6 +155,7 @@ void ShardedModule::adopt_changes(const Label& label) {
   const auto changes = agreed_changes();
   if (!changes) return;
   const torch::NoGradGuard no_grad;
+  written_ = true;
   refresh_copies(*changes, /*in_other_dtype=*/true);
   for (size_t number = 0; number < gathers_.size(); ++number) {
     if (!changes->trainable[number].empty()) gathers_[number]->adopt(label);
@@ -170,6 +171,7 @@ void ShardedModule::adopt_changes(const Label& label) {
 void ShardedModule::adopt_alone() {
   if (!changed()) return;
   const torch::NoGradGuard no_grad;
+  written_ = true;
   Changes changes;
   for (const auto& gather : gathers_) changes.trainable.push_back(gather->changed());
   for (const auto& frozen : frozen_) changes.frozen.push_back(frozen.gather->changed());

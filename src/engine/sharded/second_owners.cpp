@@ -18,7 +18,8 @@ bool same(const NamedState& a, const NamedState& b) {
   if (a.tensors.size() != b.tensors.size()) return false;
   return std::all_of(a.tensors.begin(), a.tensors.end(), [&](const auto& entry) {
     const auto other = b.tensors.find(entry.first);
-    return other != b.tensors.end() && other->second.is_same(entry.second);
+    return other != b.tensors.end() && other->second.const_data_ptr() == entry.second.const_data_ptr() &&
+           other->second.scalar_type() == entry.second.scalar_type() && other->second.sizes() == entry.second.sizes();
   });
 }
 
@@ -95,22 +96,31 @@ void ShardedOptimizerCore::unguard() {
   state.modules.front()->drop_second();
 }
 
-// A division counts once some rank knows that all have made it. By then all have, so that those who do not know it yet can follow.
+// A division counts if some rank knows that all have made it, or if all that are left have. Then all of them have it here.
 void ShardedOptimizerCore::begin_regroup(const Group& group) {
   auto& state = this->state();
   if (!state.second) return;
   auto& second = *state.second;
-  const auto sealed = static_cast<int64_t>(
-      group.all_reduce(static_cast<double>(second.sealed), ReduceOp::max, state.label("whose shards count")));
-  if (second.former && second.made == sealed) {
-    second.sealed = sealed;
+  const std::vector<int64_t> own{second.sealed, second.made, -second.made, second.tries};
+  const auto most =
+      group.all_reduce(std::vector<double>(own.begin(), own.end()), ReduceOp::max, state.label("whose shards count"));
+  const auto made = static_cast<int64_t>(most[1]);
+  const auto counts = most[1] == -most[2] ? made : static_cast<int64_t>(most[0]);
+  if (second.former && second.made == counts) {
+    second.sealed = counts;
     second.former.reset();
   }
-  second.made = 0;
+  second.made = second.sealed;
+  second.tries = static_cast<int64_t>(most[3]) + 1;
   if (second.former) return;
   // What programs have written since the last step, as all of them do.
-  for (const auto& module : state.modules) module->adopt_alone();
+  bool written = false;
+  for (const auto& module : state.modules) {
+    written = written || module->is_written();
+    module->adopt_alone();
+  }
   second.former = state.estate();
+  second.former->set_written(written);
 }
 
 // In the group that has been followed, with modules whose values are not there yet.
@@ -128,7 +138,7 @@ void ShardedOptimizerCore::take_over_from_owners(int64_t step) {
   state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.put_out(); });
   if (goes_on) {
     second.updated = present.states();
-    second.made = second.sealed + 1;
+    second.made = second.tries;
     state.group.barrier(state.label("the new shards")).wait();
     second.sealed = second.made;
     second.former.reset();

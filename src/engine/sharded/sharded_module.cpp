@@ -117,6 +117,7 @@ void ShardedModule::serve_readers() {
 
 void ShardedModule::publish(const Label& label) {
   require_going_on();
+  written_ = false;
   first_touch_.touch_all();
   for (const auto* list : {&pieces_, &second_pieces_}) {
     for (const auto& piece : *list) piece.put_out();

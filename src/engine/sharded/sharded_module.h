@@ -142,6 +142,9 @@ class ShardedModule {
   at::Tensor current(const OwnedPiece& piece) const;
   // The same of pages without the other ranks, whose programs have made the same changes.
   void adopt_alone();
+  // Whether there were changes since the last update, also in summon_full_params(), as note_written() tells.
+  bool is_written() const { return written_ || changed(); }
+  void note_written() { written_ = true; }
   // The part of adopt_changes() that is not collective: throws what it would reject.
   void require_kinds() const;
   // While off, writes are not detected.
@@ -212,6 +215,7 @@ class ShardedModule {
   std::vector<Reducer::Remains> remains_;  // of gradients, when this module was retired
   bool lent_ = false;
   bool ended_ = false;
+  bool written_ = false;
   Label awaited_;
   std::shared_ptr<Timers> waits_;
   FirstTouch first_touch_{[this](size_t bucket) { await(bucket); }};

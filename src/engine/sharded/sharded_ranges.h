@@ -11,6 +11,7 @@ namespace shoal {
 struct SecondOwnership {
   int64_t sealed = 0;                 // number of the division of shards that all ranks have come to
   int64_t made = 0;                   // of one that is complete here, and may have been sealed elsewhere
+  int64_t tries = 0;                  // number of the present one; no two have the same
   std::optional<Estate> former{};     // what counts while another division is made
   std::vector<NamedState> updated{};  // state of this rank's shards after the last step
 };

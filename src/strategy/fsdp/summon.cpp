@@ -203,6 +203,7 @@ void FullyShardedCore::release() {
   if (hold.options.with_grads) take_gradients(shards);
   if (!shards.pager) shards.groups.shard.barrier(label).wait();  // no rank reads the former values any more
   if (!hold.options.writeback) return;
+  shards.module->note_written();
   if (shards.pager) {
     shards.pager->reshard_all(/*store=*/true);
   } else {
