@@ -81,6 +81,23 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
     assert distance(outcomes[left[0]][1][0], replay([steps[key] for key in sorted(steps)], optimizer_of)) < 1e-12
 
 
+@pytest.mark.parametrize(("victim", "where"), [(0, "backward"), (1, "update")])
+def test_ELA04_shards_over_sockets_have_second_owners(victim, where):
+    def run(rank):
+        seen = []
+        end = Moment(rank, victim, where, 3)
+        return train(end, seen, STRATEGIES["fsdp"]), seen, dist.get_world_size()
+
+    tcp = shoal.distributed.Options(transport="tcp")
+    outcomes = Ranks(run, ranks=3, init={"pg_options": tcp}).outcomes(timeout=60)
+    assert outcomes[victim][1] == "exit code -9"
+    left = [rank for rank in range(3) if rank != victim]
+    for rank in left:
+        assert outcomes[rank][0], outcomes[rank]
+        assert outcomes[rank][1][2] == 2
+        assert outcomes[rank][1][0] == outcomes[left[0]][1][0]
+
+
 def test_ELA05_a_python_program_keeps_the_global_batch():
     def losses_of(victims):
         def run(rank):

@@ -115,7 +115,7 @@ TEST_F(ElasticSecondOwner, ELA10_the_loss_of_both_owners_names_the_shards) {
 struct Done {
   const char* what;
   std::function<void(const test::Wrapped& wrapped, const at::Tensor& x)> compute;
-  std::function<void(const test::Wrapped& wrapped)> between = [](const test::Wrapped&) {};
+  std::function<void(const test::Wrapped& wrapped)> between{};
 };
 
 FullyShardedCore& fsdp_of(const test::Wrapped& wrapped) {
@@ -199,7 +199,7 @@ std::string lose_a_rank(const World& world, const Done& done, const Trained& tra
   };
   for (int i = 0; i < 3; ++i) {
     step();
-    done.between(wrapped);
+    if (done.between) done.between(wrapped);
   }
   step();
   const auto before = elastic->together(state);
@@ -217,7 +217,9 @@ std::string lose_a_rank(const World& world, const Done& done, const Trained& tra
 TEST_F(ElasticSecondOwner, ELA02_ELA04_second_owners_have_what_the_first_ones_have) {
   int number = 0;
   for (const auto& done : things_done) {
-    for (const auto& trained : {fully_sharded[0], fully_sharded[1], fully_sharded[3]}) {
+    for (const size_t kind : {0, 1, 3}) {
+      if (kind != 1 && number % 2 != 0) continue;
+      const auto& trained = fully_sharded[kind];
       const int victim = ++number % 3;
       SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
       ForkedHosts hosts(
@@ -247,7 +249,7 @@ std::string write_then_lose_a_rank(const World& world, const Done& done, const T
     elastic->step(
         4, [&] { done.compute(wrapped, x); }, [&] { wrapped.step(); });
     wrapped.optimizer->zero_grad();
-    done.between(wrapped);
+    if (done.between) done.between(wrapped);
   }
   if (victim >= 0) {
     if (world.rank() == victim) std::raise(SIGKILL);
@@ -263,6 +265,7 @@ std::string write_then_lose_a_rank(const World& world, const Done& done, const T
 TEST_F(ElasticSecondOwner, ELA02_ELA04_what_is_written_before_a_rank_ends_is_not_lost) {
   int number = 0;
   for (const auto& done : things_done) {
+    if (!done.between) continue;
     for (const auto& trained : {fully_sharded[0], fully_sharded[1]}) {
       const int victim = ++number % 3;
       SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
