@@ -77,7 +77,8 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& gradients) const {
     for (const auto& gradient : batch) {
       if (gradient.numel() == 0) continue;
       const c10::weak_intrusive_ptr<c10::StorageImpl> storage(gradient.storage().getWeakStorageImpl());
-      unscaled_.insert_or_assign(gradient.const_data_ptr(), Unscaled{storage, gradient._version()});
+      unscaled_.insert_or_assign(gradient.const_data_ptr(),
+                                 Unscaled{storage, static_cast<uint32_t>(gradient._version())});
     }
   }
   std::erase_if(unscaled_, [](const auto& entry) { return entry.second.memory.expired(); });
@@ -90,7 +91,8 @@ bool GradScaler::unscaled(const std::vector<at::Tensor>& gradients) const {
     const auto dense = values_of(gradient);
     if (!dense.has_storage() || dense.numel() == 0) return false;
     const auto found = unscaled_.find(dense.const_data_ptr());
-    return found != unscaled_.end() && !found->second.memory.expired() && found->second.version == dense._version();
+    return found != unscaled_.end() && !found->second.memory.expired() &&
+           found->second.version == static_cast<uint32_t>(dense._version());
   });
 }
 

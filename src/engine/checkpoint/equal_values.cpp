@@ -22,7 +22,7 @@ struct Sample {
 
 double rounding_of(at::ScalarType dtype) {
   const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
-  return narrow ? 16 * std::numeric_limits<c10::BFloat16>::epsilon() : 1e-4;
+  return narrow ? 16 * static_cast<double>(std::numeric_limits<c10::BFloat16>::epsilon()) : 1e-4;
 }
 
 // Some elements, evenly spread in memory: all of them take about as long to read as a save takes to copy them.
