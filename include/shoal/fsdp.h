@@ -237,7 +237,8 @@ class FullParameters {
 // copies; without it, another dtype is a UsageError, as is a parameter that was frozen at construction and now requires
 // a gradient. Writes through data_ptr() outside of summon_full_params() are lost. Saves, full_state_dict() and
 // state_dict() show the values in place and adopt nothing: the program may put its own back afterwards. What it holds of
-// a replaced parameter's memory (own = p.data()) keeps its values, whatever is adopted.
+// a replaced parameter's memory (own = p.data()) keeps its values, whatever is adopted. Over sockets, tensors from data() of
+// other parameters of the unit are left behind then: take them anew.
 //
 // After backward each rank holds the reduced gradients of its own shards, and grad() is a tensor without memory. All
 // forms of zero_grad() drop or zero the reduced gradient. Reading grad() is a UsageError that names the right call (see

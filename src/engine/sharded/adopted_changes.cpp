@@ -96,7 +96,7 @@ void ShardedModule::separate_replaced() {
     for (size_t i = 0; i < frozen.names.size(); ++i) add(frozen, i, frozen.gather->replaced(i));
   }
   for (size_t i = 0; i < replicated_.names.size(); ++i) add(replicated_, i, replicated_.watch.replaced(i));
-  if (!replaced.empty()) separate(all, replaced, known_.owner());
+  if (!replaced.empty()) separate(all, replaced, known_.owner().empty() ? "FullyShardedDataParallel" : known_.owner());
 }
 
 std::optional<ShardedModule::Changes> ShardedModule::agreed_changes() {
@@ -147,6 +147,8 @@ void ShardedModule::agree_on_changes(const Label& label) {
 }
 
 void ShardedModule::adopt_changes(const Label& label) {
+  require_going_on();
+  require_kinds();
   if (changed()) {
     wait_all();
     separate_replaced();

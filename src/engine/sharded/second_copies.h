@@ -41,7 +41,7 @@ class SecondCopies {
  private:
   PendingExchange exchange(size_t bucket, const Label& label);
   bool is_current(size_t bucket) const;
-  // Each digest, and minus it, for one maximum over the ranks; UsageError if those differ.
+  // Each digest, and minus it, for one maximum over the ranks; DisagreeError if those differ.
   void require_alike(const std::vector<double>& most) const;
 
   const Reducer& reducer_;
