@@ -86,12 +86,14 @@ void ShardedModule::separate_replaced() {
     all.push_back({.name = known.names[number], .aliases = {}, .tensor = parameter});
     if (is_replaced) replaced.push_back(parameter);
   };
+  std::vector<bool> trainable(trainable_.names.size());
   for (size_t number = 0; number < gathers_.size(); ++number) {
     const auto& members = reducer_->buckets()[number].members();
     for (size_t piece = 0; piece < members.size(); ++piece) {
-      add(trainable_, members[piece], gathers_[number]->replaced(piece));
+      trainable[members[piece]] = gathers_[number]->replaced(piece);
     }
   }
+  for (size_t i = 0; i < trainable.size(); ++i) add(trainable_, i, trainable[i]);
   for (const auto& frozen : frozen_) {
     for (size_t i = 0; i < frozen.names.size(); ++i) add(frozen, i, frozen.gather->replaced(i));
   }
