@@ -21,8 +21,10 @@ struct Sample {
 };
 
 double rounding_of(at::ScalarType dtype) {
-  const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
-  return narrow ? 16 * static_cast<double>(std::numeric_limits<c10::BFloat16>::epsilon()) : 1e-4;
+  constexpr double units = 4;
+  if (dtype == at::kBFloat16) return units * static_cast<double>(std::numeric_limits<c10::BFloat16>::epsilon());
+  if (dtype == at::kHalf) return units * static_cast<double>(std::numeric_limits<c10::Half>::epsilon());
+  return 1e-4;
 }
 
 // Some elements, evenly spread in memory: all of them take about as long to read as a save takes to copy them.
@@ -46,11 +48,9 @@ std::vector<Sample> samples_of(const CheckpointView& view) {
   for (const auto& share : view.shares) {
     if (!share.everywhere) continue;
     for (const auto& piece : share.pieces) {
-      const auto& values = piece.updated;
-      if (!values.defined() || view.own.contains(piece.name) || values.layout() != at::kStrided ||
-          values.numel() == 0) {
-        continue;
-      }
+      if (!piece.updated.defined() || view.own.contains(piece.name)) continue;
+      const auto values = piece.values();
+      if (values.layout() != at::kStrided || values.numel() == 0) continue;
       samples.push_back(sample_of(piece.name, values));
     }
   }
