@@ -349,10 +349,12 @@ TEST_F(ElasticSecondOwner, ELA02_gradients_that_change_in_the_update_are_refused
   }
 }
 
-TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_is_loaded_later_is_refused) {
+// On two hosts: what the step after `change` is refused with.
+template <class Error>
+void expect_refused_after(const std::function<void(const test::Wrapped&)>& change, const std::string& text) {
   ForkedHosts hosts(
       {1, 1},
-      [](const World& world) {
+      [&](const World& world) {
         alarm(30);
         const auto net = std::make_shared<test::Net>();
         const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
@@ -364,38 +366,26 @@ TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_is_loaded_later_is_refused
           wrapped.optimizer->zero_grad();
         };
         step();
-        wrapped.by_range()->load_state_dict(wrapped.by_range()->state_dict());
-        return test::refusal(step);
+        change(wrapped);
+        return test::refusal<Error>(step);
       },
       over("tcp"));
-  for (const auto& one : hosts.wait(20))
-    EXPECT_THAT(one.text, testing::HasSubstr("load it before Elastic is constructed"));
+  for (const auto& one : hosts.wait(20)) EXPECT_THAT(one.text, testing::HasSubstr(text));
+}
+
+TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_is_loaded_later_is_refused) {
+  expect_refused_after<UsageError>(
+      [](const test::Wrapped& wrapped) { wrapped.by_range()->load_state_dict(wrapped.by_range()->state_dict()); },
+      "load it before Elastic is constructed");
 }
 
 // Past the operators and the wrapper, so that only the first owners have it.
 TEST_F(ElasticSecondOwner, ELA02_values_that_only_first_owners_have_are_found) {
-  ForkedHosts hosts(
-      {1, 1},
-      [](const World& world) {
-        alarm(30);
-        const auto net = std::make_shared<test::Net>();
-        const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
-        const auto elastic = wrapped.elastic(world, quick);
-        const auto x = test::inputs_of({1, 2});
-        const auto step = [&] {
-          elastic->step(
-              2, [&] { backward_of(wrapped, x); }, [&] { wrapped.step(); });
-          wrapped.optimizer->zero_grad();
-        };
-        step();
+  expect_refused_after<DisagreeError>(
+      [](const test::Wrapped& wrapped) {
         for (const auto& values : fsdp_of(wrapped).own_parameters()) values.detach().add_(1);
-        return test::refusal<DisagreeError>(step);
       },
-      over("tcp"));
-  for (const auto& one : hosts.wait(20)) {
-    EXPECT_THAT(one.text,
-                testing::HasSubstr("rank 0 and rank 1, which own the same shards in an elastic job, have different"));
-  }
+      "rank 0 and rank 1, which own the same shards in an elastic job, have different");
 }
 
 // After Elastic, ranks own their shards alone again, and train on.
