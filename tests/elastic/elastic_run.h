@@ -147,7 +147,8 @@ enum class Moment {
   after_update,
   between_steps,
   evaluation,
-  on_notice,  // once it has noticed another rank's death
+  on_notice,    // once it has noticed another rank's death
+  in_division,  // sharded: when its local optimizer is made anew in a recovery
   after_recovery,
 };
 
@@ -317,6 +318,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
       reached(moment);
     }
   };
+  at_making = [&] { reached(Moment::in_division); };
   net->first->weight.register_hook([&](const at::Tensor&) { reached(Moment::in_backward); });
   auto options = chosen;
   if (!options.on_change) options.on_change = [&](const ElasticChange&) { reached(Moment::after_recovery); };

@@ -83,7 +83,7 @@ TEST_F(ElasticSecondOwner, ELA02_ELA04_ranks_whose_shards_are_elsewhere_end_at_o
 }
 
 TEST_F(ElasticSecondOwner, ELA01_ranks_end_while_others_recover) {
-  for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
+  for (const auto moment : {Moment::on_notice, Moment::in_division, Moment::after_recovery}) {
     SCOPED_TRACE(std::to_string(static_cast<int>(moment)));
     die_on_hosts({{1, 1, 1, 1}, "auto"}, {{1, Moment::in_backward, 4}, {3, moment, 4}}, fully_sharded[0]);
     die_on_hosts({{2, 2, 2}, "auto"}, {{4, Moment::before_forward, 4}, {1, moment, 4}}, fully_sharded[1]);

@@ -185,6 +185,14 @@ auto with_optimizer(const Trained& trained, const Act& act) {
 // Called at each step of a local optimizer, which is a chunk of an update: before and after it. Empty: nothing.
 inline std::function<void(torch::optim::Optimizer& local, bool after)> at_chunk;
 
+// Called when one is made, as in each division of shards: with second owners before they get their values.
+inline std::function<void()> at_making;
+struct Making {
+  Making() {
+    if (at_making) at_making();
+  }
+};
+
 template <class Local>
 class Chunked : public Local {
  public:
@@ -195,6 +203,9 @@ class Chunked : public Local {
     if (at_chunk) at_chunk(*this, true);
     return loss;
   }
+
+ private:
+  Making making_{};
 };
 
 }  // namespace shoal::test

@@ -106,7 +106,7 @@ void ShardedOptimizerCore::begin_regroup(const Group& group) {
       group.all_reduce(std::vector<double>(own.begin(), own.end()), ReduceOp::max, state.label("whose shards count"));
   const auto made = static_cast<int64_t>(most[1]);
   const auto counts = most[1] == -most[2] ? made : static_cast<int64_t>(most[0]);
-  if (second.former && second.made == counts) {
+  if (counts > second.sealed) {
     second.sealed = counts;
     second.former.reset();
   }
