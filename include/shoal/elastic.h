@@ -218,8 +218,8 @@ struct ElasticOptions {
 // world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host. After a
 // death, hosts with more ranks than the smallest have some that own no shards. With full_shard or shard_grad_op of
 // FullyShardedDataParallel, which no host may be able to hold, each shard has a second owner on another host, which makes the same
-// updates; if both end before shards are divided anew, the job is lost, and nobody can join it. Reading parameters communicates there:
-// do it in together(). Hosts agree through the job's store: if it
+// updates; if both end before shards are divided anew, the job is lost. Reading parameters communicates there: do it in
+// together(). Hosts agree through the job's store: if it
 // is lost, the job is (JobLost). So let the launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0 does, and
 // must live. There ranks and hosts join, and straggler_seconds kills, under launchers that were started with
 // --elastic MIN:MAX.

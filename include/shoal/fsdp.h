@@ -175,6 +175,8 @@ class FullyShardedCore : public DataParallelCore {
   std::vector<at::Tensor> frozen_copies() const;
   // While true, clipping is refused: gradients are those of some of a rank's shares.
   void compute_shares(bool now);
+  // Whether shards over these ranks are pages, each of which has a second owner.
+  bool has_pages_over(const Group& everybody) const;
 
  protected:
   TensorCast input_cast() const;
@@ -192,6 +194,8 @@ class FullyShardedCore : public DataParallelCore {
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              ShardGossipOptimizerCore& optimizer, const Group& all);
   void connect_reducer();
+  // UsageError that names what has no second owners.
+  void require_second_owners() const;
   void regroup(const ShardGroups& groups, int64_t step, bool filled);
   // Full value of a parameter in the dtype that the optimizer updates. Collective.
   at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;

@@ -30,6 +30,15 @@ void receive(const Group& group, int from, const at::Tensor& tensor) {
   at::Tensor(tensor.detach()).copy_(values.view(tensor.sizes()));
 }
 
+Json json_of(const GradScaler& scaler) {
+  const auto state = scaler.state();
+  return {state.scale, state.good_steps, state.hysteresis_left};
+}
+
+void load(GradScaler& scaler, const Json& state) {
+  scaler.load({state.at(0), state.at(1), state.at(2)});
+}
+
 }  // namespace
 
 Admission::Admission(ElasticParts& parts, const JoinTerms& terms, const ElasticOptions& options, GlobalBatch& batch)
@@ -49,7 +58,7 @@ void Admission::follow_order(const std::vector<size_t>& order) const {
 }
 
 // Everything but the values of tensors.
-std::string Admission::state_text(const Position& position) const {
+std::string Admission::state_text(const Position& position, bool with_shards) const {
   Json json;
   json["terms"] = terms_.text();
   json["done"] = position.done;
@@ -66,40 +75,38 @@ std::string Admission::state_text(const Position& position) const {
   for (const auto& group : parts_.optimizer().param_groups()) {
     json["options"].push_back(named_options(group.options()));
   }
-  if (const auto* scaler = terms_.scaler()) {
-    const auto state = scaler->state();
-    json["scaler"] = {state.scale, state.good_steps, state.hysteresis_left};
+  if (const auto* scaler = terms_.scaler()) json["scaler"] = json_of(*scaler);
+  if (const auto* scaler = parts_.own_scaler()) json["own_scaler"] = json_of(*scaler);
+  if (with_shards) {
+    auto& states = json["state"] = Json::array();
+    parts_.visit_state([&](const std::string& name, const NamedState& state) {
+      Json one{{"name", name}, {"numbers", state.numbers}, {"tensors", Json::object()}};
+      for (const auto& [field, tensor] : state.tensors) {
+        one["tensors"][field] = {static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()};
+      }
+      states.push_back(std::move(one));
+    });
   }
-  auto& states = json["state"] = Json::array();
-  parts_.visit_state([&](const std::string& name, const NamedState& state) {
-    Json one{{"name", name}, {"numbers", state.numbers}, {"tensors", Json::object()}};
-    for (const auto& [field, tensor] : state.tensors) {
-      one["tensors"][field] = {static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()};
-    }
-    states.push_back(std::move(one));
-  });
   if (options_.give) json["program"] = options_.give();
   return json.dump();
 }
 
-std::vector<at::Tensor> Admission::plain_tensors() const {
+std::vector<at::Tensor> Admission::plain_tensors(bool with_shards) const {
   std::vector<at::Tensor> list;
   const auto tensors = parts_.tensors();
-  for (const auto* kind : {&tensors.parameters, &tensors.buffers}) {
-    for (const auto& entry : *kind) list.push_back(entry.tensor);
+  for (const auto& entry : tensors.buffers) list.push_back(entry.tensor);
+  if (with_shards) {
+    for (const auto& entry : tensors.parameters) list.push_back(entry.tensor);
+    const auto copies = parts_.frozen_copies();
+    list.insert(list.end(), copies.begin(), copies.end());
   }
-  const auto copies = parts_.frozen_copies();
-  list.insert(list.end(), copies.begin(), copies.end());
   list.insert(list.end(), options_.tensors.begin(), options_.tensors.end());
   return list;
 }
 
-void Admission::take(const std::string& text, const Group& group, int from, Position& position) const {
-  const auto json = Json::parse(text);
-  terms_.require_alike(json.at("terms").get<std::string>());
-  for (const auto& tensor : plain_tensors()) receive(group, from, tensor);
+void Admission::take_state(const Json& states, const Group& group, int from) const {
   OptimizerState whole;
-  for (const auto& one : json.at("state")) {  // in the order in which they are sent
+  for (const auto& one : states) {  // in the order in which they are sent
     auto& state = whole[one.at("name").get<std::string>()];
     state.numbers = one.at("numbers").get<std::map<std::string, double>>();
     for (const auto& [field, like] : one.at("tensors").items()) {
@@ -110,12 +117,18 @@ void Admission::take(const std::string& text, const Group& group, int from, Posi
     }
   }
   parts_.take_state(whole);
+}
+
+void Admission::take(const std::string& text, const Group& group, int from, Position& position) const {
+  const auto json = Json::parse(text);
+  terms_.require_alike(json.at("terms").get<std::string>());
+  const bool with_shards = json.contains("state");
+  for (const auto& tensor : plain_tensors(with_shards)) receive(group, from, tensor);
+  with_shards ? take_state(json.at("state"), group, from) : parts_.come_without_shards();
   auto& groups = parts_.optimizer().param_groups();
   for (size_t i = 0; i < groups.size(); ++i) set_options(groups[i].options(), json.at("options").at(i));
-  if (auto* scaler = terms_.scaler()) {
-    const auto& state = json.at("scaler");
-    scaler->load({state.at(0), state.at(1), state.at(2)});
-  }
+  if (auto* scaler = terms_.scaler()) load(*scaler, json.at("scaler"));
+  if (auto* scaler = parts_.own_scaler()) load(*scaler, json.at("own_scaler"));
   if (options_.take) options_.take(json.at("program").get<std::string>());
   const auto& batch = json.at("batch");
   batch_.adopt(batch.at("size"), batch.at("shares"), batch.at("seed"));
@@ -138,10 +151,11 @@ void Admission::share(const Group& group, const std::vector<bool>& newcomers, Po
   // A newcomer that has been long in coming may have a lower number than all members.
   const auto giver = static_cast<size_t>(std::find(newcomers.begin(), newcomers.end(), false) - newcomers.begin());
   const int from = static_cast<int>(giver);
+  const bool with_shards = !parts_.gives_shards(group);
   std::string own;
   if (rank == giver) {
     try {
-      own = state_text(position);
+      own = state_text(position, with_shards);
     } catch (const std::exception& error) {  // which must not cost the job
       own = cannot_give + std::string(error.what());
     }
@@ -163,10 +177,12 @@ void Admission::share(const Group& group, const std::vector<bool>& newcomers, Po
         if (newcomers[to]) send_to(group, static_cast<int>(to), tensor);
       }
     };
-    for (const auto& tensor : plain_tensors()) send(tensor);
-    parts_.visit_state([&](const std::string&, const NamedState& state) {
-      for (const auto& [field, tensor] : state.tensors) send(tensor);
-    });
+    for (const auto& tensor : plain_tensors(with_shards)) send(tensor);
+    if (with_shards) {
+      parts_.visit_state([&](const std::string&, const NamedState& state) {
+        for (const auto& [field, tensor] : state.tensors) send(tensor);
+      });
+    }
   }
   parts_.give_rest(group, newcomers);
   // Whoever fails with the state has told the others by now.

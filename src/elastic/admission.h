@@ -2,6 +2,7 @@
 // What a process that comes to an elastic job gets of it.
 
 #include <cstdint>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -32,15 +33,18 @@ class Admission {
   // The arguments must outlive this object.
   Admission(ElasticParts& parts, const JoinTerms& terms, const ElasticOptions& options, GlobalBatch& batch);
 
-  // Gives the newcomers among the ranks, in rank order, the state of the lowest other one, and its `position`.
+  // Gives the newcomers among the ranks, in rank order, the state of the lowest other one, and its `position`. Not parameters and the
+  // optimizer's state where a newcomer takes part in the division of shards without any (ElasticParts::gives_shards()).
   // Collective. UsageError in a newcomer whose options differ; CommError on all other ranks if the state cannot be given.
   void share(const Group& group, const std::vector<bool>& newcomers, Position& position) const;
 
  private:
-  std::string state_text(const Position& position) const;
-  std::vector<at::Tensor> plain_tensors() const;
+  std::string state_text(const Position& position, bool with_shards) const;
+  // with_shards: and what a strategy may divide.
+  std::vector<at::Tensor> plain_tensors(bool with_shards) const;
   std::vector<size_t> learnt_order() const;
   void follow_order(const std::vector<size_t>& order) const;
+  void take_state(const nlohmann::json& states, const Group& group, int from) const;
   void take(const std::string& text, const Group& group, int from, Position& position) const;
 
   ElasticParts& parts_;

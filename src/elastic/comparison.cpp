@@ -17,20 +17,8 @@
 namespace shoal {
 namespace {
 
-using Json = nlohmann::json;
-
 constexpr size_t most_elements = 64;
 constexpr double least_magnitude = 1e-3;  // below it, rounding is that of sums with larger values
-
-// Numbers as floats: an integer of Python is equal to the float that a newcomer gets. Without the last digits, in which
-// functions of the hosts' libraries may differ.
-std::string in_words(const Json& value) {
-  if (value.is_number()) return fmt::format("{:.12g}", value.get<double>());
-  if (!value.is_array()) return value.dump();
-  std::vector<std::string> list;
-  for (const auto& element : value) list.push_back(in_words(element));
-  return fmt::format("[{}]", fmt::join(list, ","));
-}
 
 // In 53 bits, which a double holds.
 double digest_of(const std::string& text) {
@@ -76,7 +64,7 @@ void Comparison::add_options(const ElasticParts& parts) {
     const double rate = named.contains("lr") && named["lr"].is_number() ? named["lr"].get<double>() : 0;
     named.erase("lr");
     std::vector<std::string> list;
-    for (const auto& [name, value] : named.items()) list.push_back(name + " " + in_words(value));
+    for (const auto& [name, value] : named.items()) list.push_back(name + " " + rounded_text(value));
     const auto options = fmt::format("{}", fmt::join(list, ", "));
     const auto group = fmt::format("param group {}", i);
     compared_.push_back({Kind::rate, rate, 1e-12, group, {}});

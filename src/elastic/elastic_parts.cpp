@@ -102,8 +102,12 @@ class WithFSDP : public Wrapped {
     return averages_ ? "each host that is left has all shards of its own parameters, and those of lost hosts are lost"
                      : Wrapped::lost_shards();
   }
+  bool shards_over_sockets() const override { return !averages_; }
+  bool gives_shards(const Group& group) const override {
+    return !averages_ && (optimizer_.has_second_owners() || parallel_.has_pages_over(group));
+  }
+  void come_without_shards() override { optimizer_.come_without_shards(); }
   std::string why_closed() const override {
-    if (optimizer_.has_second_owners()) return "its shards lie on several hosts, none of which could give all of them";
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
@@ -263,8 +267,8 @@ std::vector<std::string> ElasticParts::description() const {
   return sharded_ != nullptr ? sharded_->description() : std::vector<std::string>();
 }
 
-bool ElasticParts::has_scaler() const {
-  return sharded_ != nullptr && sharded_->has_scaler();
+GradScaler* ElasticParts::own_scaler() const {
+  return sharded_ != nullptr ? sharded_->own_scaler() : nullptr;
 }
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,

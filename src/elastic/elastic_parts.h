@@ -51,6 +51,12 @@ class ElasticParts {
   virtual bool takes_shares() const { return true; }
   // Whether forwards gather parameters from all ranks, which must then call it equally often.
   virtual bool gathers() const { return false; }
+  // Whether its shards need no memory that ranks have in common.
+  virtual bool shards_over_sockets() const { return false; }
+  // Whether ranks that come get parameters and the optimizer's state in regroup(), each its shards alone.
+  virtual bool gives_shards(const Group& /*group*/) const { return false; }
+  // In such a rank, before that: its own are not the job's.
+  virtual void come_without_shards() {}
   // Why processes cannot join this training; empty: they can.
   virtual std::string why_closed() const { return ""; }
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
@@ -110,8 +116,8 @@ class ElasticParts {
   virtual void give_rest(const Group& /*group*/, const std::vector<bool>& /*newcomers*/) {}
   // Options of a sharded optimizer that ranks must have in common.
   std::vector<std::string> description() const;
-  // Whether the optimizer has a loss scaler of its own.
-  bool has_scaler() const;
+  // The loss scaler of the optimizer's own; nullptr: none.
+  GradScaler* own_scaler() const;
 
  private:
   ShardedOptimizerBase* sharded_;

@@ -86,7 +86,7 @@ GradScaler* JoinTerms::scaler() const {
 
 std::string JoinTerms::why_closed() const {
   if (auto why = parts_.why_closed(); !why.empty()) return why;
-  if (parts_.sharded() && (transport_ == "tcp" || transport_ == "gloo")) {
+  if (parts_.sharded() && !parts_.shards_over_sockets() && (transport_ == "tcp" || transport_ == "gloo")) {
     return fmt::format("its optimizer is sharded, which needs the transport host, and its transport is {}", transport_);
   }
   const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&parts_.optimizer());
@@ -101,7 +101,8 @@ std::string JoinTerms::why_closed() const {
     return fmt::format("its communication hook, {}, may keep more from step to step than a change of the ranks drops",
                        hook->name());
   }
-  if (scaler() == nullptr && !parts_.has_scaler() && !options_.gives_scaler && may_need_scaler(parts_.logging_data())) {
+  if (scaler() == nullptr && parts_.own_scaler() == nullptr && !options_.gives_scaler &&
+      may_need_scaler(parts_.logging_data())) {
     return "it trains in float16 without ElasticOptions::scaler or gives_scaler, so the loss scale could not be given";
   }
   return "";

@@ -193,6 +193,14 @@ void set_options(OptimizerOptions& options, const Json& named) {
   options.serialize(archive);
 }
 
+std::string rounded_text(const Json& value) {
+  if (value.is_number()) return fmt::format("{:.12g}", value.get<double>());
+  if (!value.is_array()) return value.dump();
+  std::vector<std::string> list;
+  for (const auto& element : value) list.push_back(rounded_text(element));
+  return fmt::format("[{}]", fmt::join(list, ","));
+}
+
 std::string describe(const OptimizerOptions& options) {
   std::vector<std::string> list;
   const auto named = named_options(options);

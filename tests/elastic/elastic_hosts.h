@@ -48,6 +48,13 @@ struct Kind {
   }
 };
 
+// Shards over the ranks of all hosts.
+inline const std::vector<Trained> fully_sharded{
+    {.sharding = Sharding::fsdp, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::fsdp, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::fsdp, .optimizer = "sgd", .dtype = at::kHalf},
+    {.sharding = Sharding::fsdp, .optimizer = "lamb"}};
+
 // Waits until all ranks train.
 inline bool all_train(const Record& record, int ranks) {
   const double deadline = now() + 20;

@@ -3,15 +3,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "comm/membership/store_table.h"
-#include "tests/elastic/elastic_hosts.h"
-#include "tests/elastic/elastic_join.h"
+#include "tests/elastic/elastic_hosts_join.h"
 #include "tests/elastic/elastic_local_judge.h"
 
 namespace shoal::elastic_hosts_join_test {
 namespace {
 
+using test::bring;
+using test::expect_good;
 using test::ForkedHosts;
+using test::fully_sharded;
 using test::Kind;
 using test::name_of;
 using test::over;
@@ -28,33 +29,6 @@ const std::vector<Trained> by_host{
     {.sharding = Sharding::zero1_by_host, .optimizer = "adamw"},
     {.sharding = Sharding::zero2_by_host, .optimizer = "adamw", .micro_batches = 2},
     {.sharding = Sharding::megatron_by_host, .optimizer = "adamw", .dtype = at::kBFloat16}};
-
-void expect_good(const std::vector<test::RankEnded>& ended, const std::vector<int>& members, const test::Record& record,
-                 int epochs) {
-  for (const int member : members) {
-    const auto& one = ended[static_cast<size_t>(member)];
-    EXPECT_TRUE(WIFEXITED(one.status)) << "member " << member << " hung or crashed: " << one.status;
-    EXPECT_EQ(one.text, "") << "member " << member;
-    EXPECT_EQ(record.evaluations[member].load(), epochs - record.first_epoch[member].load()) << "member " << member;
-  }
-}
-
-// Lets these processes come, and waits until all have asked to join.
-void bring(ForkedHosts& hosts, const std::vector<int>& numbers) {
-  for (const int number : numbers) hosts.bring(number);
-  auto connection = connect_store("127.0.0.1", hosts.port(), 10);
-  connection->set_limit(store_limit);
-  StoreTable table(std::make_shared<PatientStore>(std::move(connection)), "0",
-                   {hosts.ranks(), hosts.ranks(), "127.0.0.1", hosts.port()});
-  EXPECT_TRUE(test::JoinJob::comes_true([&] {
-    table.refresh();
-    const auto list = table.knocking();
-    return std::all_of(numbers.begin(), numbers.end(), [&](int number) {
-      return table.is_member(number) || std::count(list.begin(), list.end(), number) > 0;
-    });
-  }));
-  usleep(500'000);  // members look every 50 ms
-}
 
 // 4, 3, 4, 2 and 6 ranks: one is lost, one comes in its place, a whole host is lost, and another one comes with four.
 void change_hosts(const std::string& transport, const Trained& trained = {}) {
@@ -92,6 +66,14 @@ TEST_F(ElasticHostsJoin, ELA04_ELA05_ELA06_shards_of_each_host) {
   for (const auto& trained : by_host) {
     SCOPED_TRACE(name_of(trained));
     change_hosts("auto", trained);
+  }
+}
+
+TEST_F(ElasticHostsJoin, ELA04_ELA05_ELA06_shards_over_all_hosts) {
+  for (const auto& trained : fully_sharded) {
+    const std::string transport = trained.clip > 0 ? "tcp" : "auto";
+    SCOPED_TRACE(fmt::format("{} over {}", name_of(trained), transport));
+    change_hosts(transport, trained);
   }
 }
 
@@ -138,8 +120,10 @@ enum class Fault { newcomer_is_killed, host_of_the_newcomer_is_lost, member_is_k
 // One trial: a newcomer comes to three hosts, and something is killed at a random moment from its start or its knock on.
 void join_with(Fault fault, int trial, std::mt19937& random) {
   constexpr int epochs = 3;
-  const Trained trained = trial % 2 == 0 ? Trained() : by_host[static_cast<size_t>(trial) % by_host.size()];
-  const std::string transport = trained.sharding == Sharding::none && random() % 2 == 0 ? "tcp" : "auto";
+  const auto& sharded = trial % 4 == 1 ? by_host : fully_sharded;
+  const auto& trained = trial % 4 == 0 ? Trained() : sharded[random() % sharded.size()];
+  const bool may_be_tcp = trained.sharding == Sharding::none || trained.sharding == Sharding::fsdp;
+  const std::string transport = may_be_tcp && random() % 2 == 0 ? "tcp" : "auto";
   const test::SharedRecord record;
   const auto body = [&](const World& world) {
     auto options = quick;

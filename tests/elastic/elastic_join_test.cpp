@@ -31,6 +31,12 @@ TEST(ElasticJoin, ELA06_sharded_from_4_to_3_to_4_to_2_to_6_ranks) {
   }
 }
 
+TEST(ElasticJoin, ELA04_ELA06_fsdp_over_tcp) {
+  WorldOptions options;
+  options.transport = "tcp";
+  change_from_4_to_3_to_4_to_2_to_6(options, {.sharding = test::Sharding::fsdp, .optimizer = "adamw"});
+}
+
 TEST(ElasticJoin, ELA06_ddp_over_tcp_and_gloo) {
   for (const auto* transport : {"tcp", "gloo"}) {
     SCOPED_TRACE(transport);

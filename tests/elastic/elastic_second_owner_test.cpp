@@ -13,21 +13,15 @@ namespace {
 using test::all_train;
 using test::die_on_hosts;
 using test::ForkedHosts;
+using test::fully_sharded;
 using test::Kind;
 using test::Moment;
 using test::name_of;
 using test::over;
 using test::quick;
-using test::Sharding;
 using test::Trained;
 
 class ElasticSecondOwner : public test::OnHosts {};
-
-const std::vector<Trained> fully_sharded{
-    {.sharding = Sharding::fsdp, .optimizer = "adamw", .micro_batches = 2},
-    {.sharding = Sharding::fsdp, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
-    {.sharding = Sharding::fsdp, .optimizer = "sgd", .dtype = at::kHalf},
-    {.sharding = Sharding::fsdp, .optimizer = "lamb"}};
 
 TEST(SecondOwners, ELA04_the_second_owner_is_on_the_next_host) {
   EXPECT_EQ(second_owners({0, 1, 2}), (std::vector<int>{1, 2, 0}));
@@ -444,21 +438,6 @@ TEST_F(ElasticSecondOwner, ELA04_what_has_no_second_owners_is_refused_by_name) {
         {2, 2}, [&](const World& world) { return refused(world, one.options, one.frozen); }, over("tcp"));
     for (const auto& rank : hosts.wait(20)) EXPECT_THAT(rank.text, testing::HasSubstr(one.said));
   }
-}
-
-TEST_F(ElasticSecondOwner, ELA06_nobody_joins) {
-  const test::SharedRecord record;
-  record->last_step = 3;
-  ForkedHosts hosts({1, 1},
-                    [&](const World& world) { return test::train(world, *record, 1, {}, quick, fully_sharded[0]); },
-                    over("auto"), {0, 1});
-  ASSERT_TRUE(all_train(*record, 2));
-  hosts.bring(2);
-  for (int i = 0; i < 1000 && !hosts.text_of(2); ++i) usleep(10'000);
-  record->last_step = 0;
-  const auto ended = hosts.wait(30);
-  EXPECT_THAT(ended[2].text, testing::HasSubstr("its shards lie on several hosts"));
-  for (const int rank : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "");
 }
 
 TEST_F(ElasticSecondOwner, ELA05_a_global_batch_is_refused) {

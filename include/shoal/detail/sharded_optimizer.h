@@ -89,7 +89,8 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void allow_update();
   // Options that ranks must have in common, beside those of the param groups: one line each.
   std::vector<std::string> description() const;
-  bool has_scaler() const;
+  // The loss scaler of the optimizer; nullptr: none.
+  GradScaler* own_scaler() const;
   // Between two guarded steps: what state_dict() has, one parameter after the other, whoever owns it. Tensors may be shared
   // with the state. Not collective.
   void visit_state(const torch::nn::Module& module,
@@ -158,6 +159,8 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   bool has_buffered_gradient(const at::Tensor& parameter) const;
   // Where parameters are pages, ranks become second owners of what others own.
   void guard() override;
+  // In a process that comes to a job with second owners: it gets its shards in regroup(), and has none before.
+  void come_without_shards();
   void unguard() override;
 
  protected:
@@ -167,9 +170,9 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   State& state() const;
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
-  // With second owners: all ranks learn whose shards count, the former ones or those of a change that has failed. Call it first in a
-  // change. Collective over the ranks that are left.
-  void begin_regroup(const Group& group);
+  // Where the ranks before or after a change have second owners: all learn whose shards count, the former ones or those of a change that
+  // has failed. Call it first in a change. has_pages: whether parameters are pages afterwards. Collective over the ranks of the job.
+  void begin_regroup(const Group& group, bool has_pages);
   // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
   // `step` steps. everybody: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
   void regroup(const Group& group, const Group& everybody, std::vector<std::shared_ptr<ShardedModule>> modules,

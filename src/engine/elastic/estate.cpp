@@ -49,12 +49,6 @@ NamedSlice slice_of(const std::string& field, const Estate::Shard& shard, const 
   return slice;
 }
 
-std::optional<NamedState> state_of(const torch::optim::Optimizer& local, const at::Tensor& values) {
-  const auto found = local.state().find(values.unsafeGetTensorImpl());
-  if (found == local.state().end()) return std::nullopt;
-  return named_state(*found->second);
-}
-
 Json ranges_of(const std::vector<Estate::Shard>& shards) {
   auto list = Json::array();
   for (const auto& shard : shards) list.push_back({shard.name, shard.target.range.begin, shard.target.range.end});
@@ -62,9 +56,10 @@ Json ranges_of(const std::vector<Estate::Shard>& shards) {
 }
 
 // Of values and state.
-uint64_t digest_of_all(const Estate::Shard& shard, const NamedState& state) {
+uint64_t digest_of_all(const Estate::Shard& shard) {
   auto digest = digest_of(shard.target.values.detach());
-  for (const auto& [field, tensor] : state.tensors) digest = digest * 1099511628211U ^ digest_of(tensor);
+  if (!shard.state) return digest;
+  for (const auto& [field, tensor] : shard.state->tensors) digest = digest * 1099511628211U ^ digest_of(tensor);
   return digest;
 }
 
@@ -83,18 +78,51 @@ bool cover(std::vector<Range> ranges, const Range& wanted) {
   return end >= wanted.end;
 }
 
-}  // namespace
-
-std::vector<NamedState> Estate::states() const {
-  std::vector<NamedState> list;
-  for (const auto& shard : shards_) list.push_back(state_of(*local_, shard.target.values).value_or(NamedState()));
-  return list;
+// Gives the shards their values, and `local` their state.
+void read_shards(MemorySource& source, const std::vector<Estate::Shard>& shards, torch::optim::Optimizer& local) {
+  const auto& index = source.index();
+  const auto read_range = [&](const StoredTensor& stored, const Range& range, const at::Tensor& to) {
+    source.read(stored, range, static_cast<char*>(to.data_ptr()));
+  };
+  std::map<std::string, std::vector<std::pair<std::string, const StoredTensor*>>> fields;  // by parameter
+  for (const auto& [name, stored] : index.tensors) {
+    const auto slash = name.find('/');
+    if (slash > 0) fields[name.substr(slash + 1)].emplace_back(name.substr(0, slash), &stored);
+  }
+  for (const auto& shard : shards) {
+    const auto& target = shard.target;
+    read_range(index.tensors.at(slice_name(values_field, shard.name)), target.range, target.values);
+    NamedState state;
+    for (const auto& [field, stored] : fields[shard.name]) {
+      const auto options = at::TensorOptions(stored->dtype);
+      auto& tensor = state.tensors[field];
+      if (stored->shape == std::vector<int64_t>{target.parameter.numel()}) {
+        tensor = at::empty_strided(target.values.sizes(), dense_strides(target.values), options);
+        read_range(*stored, target.range, tensor);
+      } else {
+        tensor = at::empty(stored->shape, options);
+        read_range(*stored, {0, tensor.numel()}, tensor);
+      }
+    }
+    bool exists = !state.tensors.empty();
+    for (const auto& rank : index.rank_states) {
+      const auto& numbers = rank.at("numbers");
+      if (!numbers.contains(shard.name)) continue;
+      exists = true;
+      state.numbers = numbers.at(shard.name).get<std::map<std::string, double>>();
+    }
+    auto* key = target.values.unsafeGetTensorImpl();
+    local.state().erase(key);
+    if (exists) local.state()[key] = make_state(local, state);
+  }
 }
 
-void Estate::require_complete(const Group& group, const Estate& wanted) const {
-  Json own{{"held", ranges_of(shards_)}, {"wanted", ranges_of(wanted.shards_)}, {"written", written_}};
-  const auto present = states();
-  for (size_t i = 0; i < shards_.size(); ++i) own["digests"].push_back(digest_of_all(shards_[i], present[i]));
+}  // namespace
+
+std::set<std::string> Estate::lost(const Group& group, const std::vector<Shard>& wanted) const {
+  Json own{{"held", ranges_of(shards_)}, {"wanted", ranges_of(wanted)}, {"written", written_}};
+  auto& own_digests = own["digests"] = Json::array();
+  for (size_t i = 0; i < shards_.size() && !written_; ++i) own_digests.push_back(digest_of_all(shards_[i]));
   std::map<std::string, std::vector<Range>> held, all_wanted;
   std::map<Json, Json> digests;  // by shard
   std::set<std::string> differ;
@@ -105,7 +133,7 @@ void Estate::require_complete(const Group& group, const Estate& wanted) const {
       for (const auto& one : *list) (*ranges)[one.at(0)].push_back({one.at(1), one.at(2)});
     }
     written = written || json.at("written").get<bool>();
-    for (size_t i = 0; i < json.at("held").size(); ++i) {
+    for (size_t i = 0; i < json.at("digests").size(); ++i) {
       const auto& shard = json.at("held").at(i);
       const auto [found, first] = digests.emplace(shard, json.at("digests").at(i));
       if (!first && found->second != json.at("digests").at(i)) differ.insert(shard.at(0));
@@ -124,11 +152,7 @@ void Estate::require_complete(const Group& group, const Estate& wanted) const {
       if (!cover(held[name], range)) lost.insert(name);
     }
   }
-  if (lost.empty()) return;
-  throw JobLost(fmt::format(
-      "both ranks that had shards of {} have ended, one before the other's shards had a second owner again: "
-      "start the job again from its last checkpoint",
-      in_words(lost)));
+  return lost;
 }
 
 // The numbers of a state are the same for all elements of a parameter, which have been updated equally often.
@@ -137,57 +161,25 @@ CheckpointContents Estate::contents() const {
   auto& numbers = contents.rank_state["numbers"] = Json::object();
   for (const auto& shard : shards_) {
     contents.slices.push_back(slice_of(values_field, shard, shard.target.values));
-    const auto state = state_of(*local_, shard.target.values);
-    if (!state) continue;
-    numbers[shard.name] = state->numbers;
-    for (const auto& [field, tensor] : state->tensors) contents.slices.push_back(slice_of(field, shard, tensor));
+    if (!shard.state) continue;
+    numbers[shard.name] = shard.state->numbers;
+    for (const auto& [field, tensor] : shard.state->tensors) contents.slices.push_back(slice_of(field, shard, tensor));
   }
   return contents;
 }
 
-void Estate::read(MemorySource& source) const {
-  const auto& index = source.index();
-  const auto read = [&](const StoredTensor& stored, const Range& range, const at::Tensor& to) {
-    source.read(stored, range, static_cast<char*>(to.data_ptr()));
-  };
-  std::map<std::string, std::vector<std::pair<std::string, const StoredTensor*>>> fields;  // by parameter
-  for (const auto& [name, stored] : index.tensors) {
-    const auto slash = name.find('/');
-    if (slash > 0) fields[name.substr(slash + 1)].emplace_back(name.substr(0, slash), &stored);
-  }
-  for (const auto& shard : shards_) {
-    const auto& target = shard.target;
-    read(index.tensors.at(slice_name(values_field, shard.name)), target.range, target.values);
-    NamedState state;
-    for (const auto& [field, stored] : fields[shard.name]) {
-      const auto options = at::TensorOptions(stored->dtype);
-      auto& tensor = state.tensors[field];
-      if (stored->shape == std::vector<int64_t>{target.parameter.numel()}) {
-        tensor = at::empty_strided(target.values.sizes(), dense_strides(target.values), options);
-        read(*stored, target.range, tensor);
-      } else {
-        tensor = at::empty(stored->shape, options);
-        read(*stored, {0, tensor.numel()}, tensor);
-      }
-    }
-    bool exists = !state.tensors.empty();
-    for (const auto& rank : index.rank_states) {
-      const auto& numbers = rank.at("numbers");
-      if (!numbers.contains(shard.name)) continue;
-      exists = true;
-      state.numbers = numbers.at(shard.name).get<std::map<std::string, double>>();
-    }
-    auto* key = target.values.unsafeGetTensorImpl();
-    local_->state().erase(key);
-    if (exists) local_->state()[key] = make_state(*local_, state);
-  }
-}
-
-void Estate::fill(const Group& group, const Estate& wanted) const {
+void Estate::fill(const Group& group, const std::vector<Shard>& wanted, torch::optim::Optimizer& local,
+                  const Estate* otherwise) const {
   const torch::NoGradGuard no_grad;
-  require_complete(group, wanted);
+  if (const auto names = lost(group, wanted); !names.empty()) {
+    if (otherwise != nullptr) return otherwise->fill(group, wanted, local);
+    throw JobLost(fmt::format(
+        "both ranks that had shards of {} have ended, one before the other's shards had a second owner again: "
+        "start the job again from its last checkpoint",
+        in_words(names)));
+  }
   MemorySource source(group, subject, HeldContents{contents(), group.rank(), group.size()});
-  source.together([&] { wanted.read(source); });
+  source.together([&] { read_shards(source, wanted, local); });
   source.close();
 }
 

@@ -3,8 +3,10 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <memory>
+#include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/loading/memory_source.h"
@@ -13,35 +15,36 @@
 
 namespace shoal {
 
-// A rank's shards: elements of parameters, and the optimizer's state for them. A shard may be on several ranks.
+// A rank's shards: elements of parameters, and the optimizer's state for them. A shard may be on several ranks. Tensors are shared with
+// whoever updates them.
 class Estate {
  public:
   struct Shard {
     std::string name;  // of the parameter, the same on all ranks
     UpdateTarget target;
+    std::optional<NamedState> state;
   };
 
-  // local: the optimizer that updates the shards' values.
-  Estate(std::vector<Shard> shards, std::shared_ptr<torch::optim::Optimizer> local)
-      : shards_(std::move(shards)), local_(std::move(local)) {}
+  // None: of a rank that has come, and has nothing yet.
+  Estate() = default;
+  explicit Estate(std::vector<Shard> shards) : shards_(std::move(shards)) {}
 
   const std::vector<Shard>& shards() const { return shards_; }
-  // The optimizer's state for each of them.
-  std::vector<NamedState> states() const;
-  // The program has written to parameters since the last update, which ranks may have come to in part: it does so again where ranks
-  // have not, in Elastic::together(). Otherwise the owners of a shard have the same.
+  // Owners of a shard may have other values: the program has written to parameters since the last update, which ranks may have come to in
+  // part, and which it does again where they have not, in Elastic::together(). Otherwise they have the same.
   void set_written(bool written) { written_ = written; }
-  // Gives `wanted` its values and its state, from the estates of all ranks. JobLost that names parameters of which no rank has some
-  // elements, or of which ranks have other values although nobody has written to parameters; UsageError for state that is not element by element and would have to be cut. Collective.
-  void fill(const Group& group, const Estate& wanted) const;
+  // Gives `wanted` its values, and `local`, which updates these, their state, from the estates of all ranks; from their `otherwise`, unless
+  // that is nullptr, if no rank has some elements. JobLost that names the parameters of these, or of which ranks have other values
+  // although nobody has written to parameters; UsageError for state that is not element by element and would have to be cut. Collective.
+  void fill(const Group& group, const std::vector<Shard>& wanted, torch::optim::Optimizer& local,
+            const Estate* otherwise = nullptr) const;
 
  private:
   CheckpointContents contents() const;
-  void require_complete(const Group& group, const Estate& wanted) const;
-  void read(MemorySource& source) const;
+  // Names of parameters of which no rank has some elements.
+  std::set<std::string> lost(const Group& group, const std::vector<Shard>& wanted) const;
 
-  std::vector<Shard> shards_;
-  std::shared_ptr<torch::optim::Optimizer> local_;
+  std::vector<Shard> shards_{};
   bool written_ = false;
 };
 

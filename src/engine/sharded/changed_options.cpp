@@ -80,7 +80,11 @@ void agree_on_options(const Group& group, const std::string& optimizer, const st
 
 uint64_t digest_of(const ParamGroups& groups) {
   std::string text;
-  for (const auto& group : groups) text += named_options(group.options()).dump() + ';';
+  for (const auto& group : groups) {
+    const auto named = named_options(group.options());
+    for (const auto& [name, value] : named.items()) text += name + ' ' + rounded_text(value) + ',';
+    text += ';';
+  }
   return std::hash<std::string>()(text);
 }
 

@@ -5,40 +5,84 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <limits>
+#include <unordered_map>
 #include <utility>
 
 #include "engine/sharded/sharded_ranges.h"
+#include "memory/views.h"
 #include "optim/param_groups.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
 
-bool same(const NamedState& a, const NamedState& b) {
-  if (a.tensors.size() != b.tensors.size()) return false;
-  return std::all_of(a.tensors.begin(), a.tensors.end(), [&](const auto& entry) {
-    const auto other = b.tensors.find(entry.first);
-    return other != b.tensors.end() && other->second.const_data_ptr() == entry.second.const_data_ptr() &&
+bool same(const std::optional<NamedState>& a, const std::optional<NamedState>& b) {
+  if (!a || !b) return !a && !b;
+  if (a->tensors.size() != b->tensors.size()) return false;
+  return std::all_of(a->tensors.begin(), a->tensors.end(), [&](const auto& entry) {
+    const auto other = b->tensors.find(entry.first);
+    return other != b->tensors.end() && other->second.const_data_ptr() == entry.second.const_data_ptr() &&
            other->second.scalar_type() == entry.second.scalar_type() && other->second.sizes() == entry.second.sizes();
   });
 }
 
+std::optional<NamedState> state_of(const torch::optim::Optimizer& local, const at::Tensor& values) {
+  const auto found = local.state().find(values.unsafeGetTensorImpl());
+  if (found == local.state().end()) return std::nullopt;
+  return named_state(*found->second);
+}
+
+// The elements as the program has them: in the parameter, or, if that rounds them, in the float32 copy where it has not been written.
+at::Tensor current_values(const UpdateTarget& target) {
+  const auto now = in_memory_order(target.parameter.detach()).narrow(0, target.range.begin, target.range.size());
+  if (!target.rounded.defined()) return now;
+  auto exact = in_memory_order(target.values.detach());
+  if (at::equal(exact.to(now.scalar_type()), now)) return exact;
+  exact = exact.clone();
+  take_written(now, exact);
+  return exact;
+}
+
 }  // namespace
 
-Estate ShardedOptimizerCore::State::estate() const {
-  std::vector<Estate::Shard> shards;
+std::vector<Estate::Shard> ShardedOptimizerCore::State::shards() const {
+  std::vector<Estate::Shard> list;
   for_pieces([&](const ShardedModule& module, const OwnedPiece& piece) {
     const auto& gradient = module.reducer().gradients()[piece.gradient];
-    shards.push_back(
-        {gradient.name, {.values = piece.main, .parameter = gradient.parameter, .range = piece.slice.in_piece}});
+    list.push_back({gradient.name,
+                    {.values = piece.main, .parameter = gradient.parameter, .range = piece.slice.in_piece},
+                    state_of(*local, piece.main)});
   });
-  return {std::move(shards), local};
+  return list;
+}
+
+Estate ShardedOptimizerCore::State::shared_estate(const ParamGroups& groups) {
+  std::unordered_map<const c10::TensorImpl*, std::string> names;
+  for (const auto& gradient : modules.front()->reducer().gradients()) {
+    names[gradient.parameter.unsafeGetTensorImpl()] = gradient.name;
+  }
+  const auto& held = this->held(groups);
+  std::vector<Estate::Shard> list;
+  for (size_t rank = 0; rank < held.targets().size(); ++rank) {
+    for (size_t i = 0; i < held.targets()[rank].size(); ++i) {
+      auto target = held.targets()[rank][i];
+      if (target.range.empty()) continue;
+      target.values = current_values(target);
+      list.push_back({names.at(target.parameter.unsafeGetTensorImpl()), target, held.state(static_cast<int>(rank), i)});
+    }
+  }
+  Estate estate(std::move(list));
+  estate.set_written(true);
+  return estate;
 }
 
 void ShardedOptimizerCore::State::complete_second() {
-  const auto present = estate().states();
+  const auto present = shards();
   bool unchanged = present.size() == second->updated.size();
-  for (size_t i = 0; unchanged && i < present.size(); ++i) unchanged = same(present[i], second->updated[i]);
+  for (size_t i = 0; unchanged && i < present.size(); ++i) {
+    unchanged = same(present[i].state, second->updated[i].state);
+  }
   if (!unchanged) {
     throw UsageError(
         "Elastic: the state of the sharded optimizer was loaded or replaced, which is not supported here: load it "
@@ -68,15 +112,14 @@ void ShardedOptimizerCore::guard() {
   if (state.second) return;
   const torch::NoGradGuard no_grad;
   module.wait_all();
-  const auto former = state.estate();
+  const Estate former(state.shards());
   module.hold_second();
   auto local = make_local(state.make, state.shares_of(param_groups_), *defaults_, state.name);
   copy_options(state.local->param_groups(), local->param_groups());
   state.local = std::move(local);
   state.second.emplace();
-  const auto present = state.estate();
-  former.fill(state.group, present);
-  state.second->updated = present.states();
+  former.fill(state.group, state.shards(), *state.local);
+  state.second->updated = state.shards();
 }
 
 void ShardedOptimizerCore::unguard() {
@@ -96,31 +139,68 @@ void ShardedOptimizerCore::unguard() {
   state.modules.front()->drop_second();
 }
 
-// A division counts if some rank knows that all have made it, or if all that are left have. Then all of them have it here.
-void ShardedOptimizerCore::begin_regroup(const Group& group) {
+void ShardedOptimizerCore::come_without_shards() {
   auto& state = this->state();
-  if (!state.second) return;
+  if (state.second) return;  // it has come so far before, and has been told to wait for another try
+  state.second.emplace();
+  state.second->sealed = state.second->made = SecondOwnership::none;
+  state.second->former.emplace();
+}
+
+void ShardedOptimizerCore::State::seal(int64_t division) {
+  second->sealed = division;
+  if (second->grows && !second->before) second->before = std::move(second->former);
+  second->former.reset();
+  guarded.reset();  // of before, where ranks shared their memory
+  alone.reset();
+}
+
+// A division counts if some rank knows that all have made it, or if all that are left have. Then all of them have it here.
+void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
+  auto& state = this->state();
+  const SecondOwnership first;
+  const auto& own = state.second ? *state.second : first;
+  const bool comes = own.sealed == SecondOwnership::none;
+  const bool written = state.second && !own.former && state.modules.front()->is_written();
+  constexpr auto nothing = -std::numeric_limits<double>::infinity();
+  std::vector<double> values{nothing, nothing, nothing, static_cast<double>(own.tries)};
+  if (!comes) {
+    values[0] = static_cast<double>(own.sealed);
+    values[1] = static_cast<double>(own.made);
+    values[2] = -values[1];
+  }
+  for (const bool is : {state.second.has_value(), comes, own.before.has_value(), written}) values.push_back(is ? 1 : 0);
+  const auto most = group.all_reduce(values, ReduceOp::max, {-1, -1, "whose shards count"});
+  if (most[4] == 0 && !has_pages) return;  // ranks share their memory, as before
+  const bool had_second = state.second.has_value();
+  if (!had_second) state.second.emplace();
   auto& second = *state.second;
-  const std::vector<int64_t> own{second.sealed, second.made, -second.made, second.tries};
-  const auto most =
-      group.all_reduce(std::vector<double>(own.begin(), own.end()), ReduceOp::max, state.label("whose shards count"));
   const auto made = static_cast<int64_t>(most[1]);
   const auto counts = most[1] == -most[2] ? made : static_cast<int64_t>(most[0]);
-  if (counts > second.sealed) {
+  if (comes) {
     second.sealed = counts;
-    second.former.reset();
+  } else if (counts > second.sealed) {
+    state.seal(counts);
   }
   second.made = second.sealed;
   second.tries = static_cast<int64_t>(most[3]) + 1;
+  second.grows = most[5] != 0;
+  if (most[7] != 0) second.before.reset();
+  if (most[6] != 0 && most[7] == 0 && !second.before) second.before.emplace();  // this rank has come since
   if (second.former) return;
+  const torch::NoGradGuard no_grad;
+  if (!had_second) {
+    second.former = state.shared_estate(param_groups_);
+    return;
+  }
   // What programs have written since the last step, as all of them do.
-  bool written = false;
+  bool has_written = false;
   for (const auto& module : state.modules) {
-    written = written || module->is_written();
+    has_written = has_written || module->is_written();
     module->adopt_alone();
   }
-  second.former = state.estate();
-  second.former->set_written(written);
+  second.former.emplace(state.shards());
+  second.former->set_written(has_written);
 }
 
 // In the group that has been followed, with modules whose values are not there yet.
@@ -133,24 +213,25 @@ void ShardedOptimizerCore::take_over_from_owners(int64_t step) {
   state.local = make_local(state.make, state.shares_of(param_groups_), *defaults_, state.name);
   state.steps = step;
   state.wait_at_first_touch = module.has_pages();
-  const auto present = state.estate();
-  second.former->fill(state.group, present);
+  const auto wanted = state.shards();
+  second.former->fill(state.group, wanted, *state.local, second.before ? &*second.before : nullptr);
   state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.put_out(); });
   if (goes_on) {
-    second.updated = present.states();
+    second.updated = state.shards();
     second.made = second.tries;
     state.group.barrier(state.label("the new shards")).wait();
-    second.sealed = second.made;
-    second.former.reset();
-  } else {
-    if (state.group.size() > 1) {
-      auto made = std::make_unique<GuardedUpdate>(state.group, state.shared_targets(param_groups_), *state.local,
-                                                  state.element_wise);
-      made->seal();
-      state.guarded = std::move(made);
-    }
-    state.second.reset();
+    state.seal(second.made);
+    return;
   }
+  std::unique_ptr<GuardedUpdate> made;
+  if (state.group.size() > 1) {
+    made = std::make_unique<GuardedUpdate>(state.group, state.shared_targets(param_groups_), *state.local,
+                                           state.element_wise);
+    made->seal();
+  }
+  state.guarded = std::move(made);
+  state.alone.reset();
+  state.second.reset();
 }
 
 }  // namespace shoal

@@ -191,8 +191,8 @@ std::vector<std::string> ShardedOptimizerBase::description() const {
           fmt::format("the optimizer's loss scaler: {}", in_words(state.scaler ? &*state.scaler : nullptr))};
 }
 
-bool ShardedOptimizerBase::has_scaler() const {
-  return state_->scaler.has_value();
+GradScaler* ShardedOptimizerBase::own_scaler() const {
+  return state_->own_scaler();
 }
 
 void ShardedOptimizerBase::visit_state(

@@ -131,7 +131,10 @@ void ShardedOptimizerCore::State::publish() {
 
 void ShardedOptimizerCore::State::end_step(bool scaled) {
   for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
-  if (second) second->updated = estate().states();
+  if (second) {
+    second->updated = shards();
+    second->before.reset();
+  }
   collected.reset();
   if (!scaled) return;
   for (const auto& module : modules) {

@@ -9,11 +9,16 @@ namespace shoal {
 
 // Of a rank of an elastic job whose ranks share no memory.
 struct SecondOwnership {
-  int64_t sealed = 0;                 // number of the division of shards that all ranks have come to
-  int64_t made = 0;                   // of one that is complete here, and may have been sealed elsewhere
-  int64_t tries = 0;                  // number of the present one; no two have the same
-  std::optional<Estate> former{};     // what counts while another division is made
-  std::vector<NamedState> updated{};  // state of this rank's shards after the last step
+  static constexpr int64_t none = -1;  // of a rank that has come, and has had no shards yet
+
+  int64_t sealed = 0;              // number of the division of shards that all ranks have come to
+  int64_t made = 0;                // of one that is complete here, and may have been sealed elsewhere
+  int64_t tries = 0;               // number of the present one; no two have the same
+  bool grows = false;              // it gives shards to ranks that have come
+  std::optional<Estate> former{};  // what counts while another division is made
+  // That of before ranks came, until a step is complete: they may fail in it together, and take along both owners of a shard.
+  std::optional<Estate> before{};
+  std::vector<Estate::Shard> updated{};  // this rank's, after the last step
 };
 
 struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
@@ -50,7 +55,11 @@ struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
   void seal_gradients() override;
   void require_sealed() const override;
   // This rank's pieces and their state.
-  Estate estate() const;
+  std::vector<Estate::Shard> shards() const;
+  // Those of all ranks, where they share memory: each of them can give all.
+  Estate shared_estate(const ParamGroups& groups);
+  // All ranks have come to the division with second owners that this one has made, or learn that they had.
+  void seal(int64_t division);
   std::string advice_on_groups() const override;
   std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const override;
 };

@@ -10,10 +10,16 @@
 #include "strategy/fsdp/shards.h"
 
 namespace shoal {
+namespace {
+
+[[noreturn]] void refuse(const std::string& fault) {
+  throw UsageError("Elastic: FullyShardedDataParallel: " + fault);
+}
+
+}  // namespace
 
 void FullyShardedCore::require_regroupable() {
   state().require_regroupable();
-  const auto refuse = [](const std::string& fault) { throw UsageError("Elastic: FullyShardedDataParallel: " + fault); };
   const auto& options = shards_->options;
   const auto strategy = options.sharding_strategy;
   if (strategy == ShardingStrategy::no_shard) {
@@ -31,21 +37,29 @@ void FullyShardedCore::require_regroupable() {
         "shards each has a second owner",
         sharding_name(strategy)));
   }
-  if (shards_->pager && options.communication_hook) {
+  if (shards_->pager) require_second_owners();
+  if (!wrappers_within().empty()) {
+    refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
+  }
+}
+
+void FullyShardedCore::require_second_owners() const {
+  if (shards_->options.communication_hook) {
     refuse(
         "a communication_hook is not supported where shards have second owners, on several hosts or over sockets: "
         "leave it out");
   }
-  if (shards_->pager && !shards_->frozen.empty()) {
+  if (!shards_->frozen.empty()) {
     refuse(fmt::format(
         "frozen parameters, such as {}, are not supported where shards have second owners, on several hosts or over "
         "sockets: name them in ignored_parameters, which are whole on each rank, or take hybrid_shard over the "
         "transport auto",
         shards_->frozen.front().parameters.front().name));
   }
-  if (!wrappers_within().empty()) {
-    refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
-  }
+}
+
+bool FullyShardedCore::has_pages_over(const Group& everybody) const {
+  return !is_hybrid(shards_->options.sharding_strategy) && !always_present(everybody, state().tensors);
 }
 
 void FullyShardedCore::compute_shares(bool now) {
@@ -107,7 +121,9 @@ void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& para
 }
 
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) {
-  begin_regroup(everybody);
+  const bool has_pages = parallel.has_pages_over(everybody);
+  if (has_pages) parallel.require_second_owners();  // which the ranks before did not need
+  if (!is_hybrid(parallel.shards_->options.sharding_strategy)) begin_regroup(everybody, has_pages);
   regroup(parallel, make_shard_groups(everybody, parallel.shards_->options), everybody, step);
 }
 

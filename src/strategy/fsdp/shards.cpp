@@ -148,9 +148,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   check(state.tensors, shards.options);
   shards.units = divide(*state.module, state.tensors, shards.options.auto_wrap_policy);
   agree_on_units(groups.all, shards.units);
-  // Parameters in shared memory are always present, and so are those of a rank that shards with nobody.
-  const bool present =
-      shard.size() == 1 || (shard.transport() == "host" && state.tensors.parameters.front().tensor.is_cpu());
+  const bool present = always_present(shard, state.tensors);
   if (shards.options.byte_limit) {
     on_all_ranks(groups.all, "byte_limit", [&] {
       if (!present) check_byte_limit(shards.units, shards.options, shard.size());

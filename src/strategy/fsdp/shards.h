@@ -78,6 +78,11 @@ std::vector<std::string> describe(const FullyShardedDataParallelOptions& options
 // Name of a unit in labels and errors.
 std::string title(const Unit& unit);
 
+// Parameters in shared memory are always in memory, and so are those of a rank that shards with nobody.
+inline bool always_present(const Group& shard, const ModuleTensors& tensors) {
+  return shard.size() == 1 || (shard.transport() == "host" && tensors.parameters.front().tensor.is_cpu());
+}
+
 // Creates the group of ranks that share one copy of the model, and the group of ranks with equal shards. Collective.
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 

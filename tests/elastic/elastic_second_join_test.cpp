@@ -1,0 +1,163 @@
+// Processes that come to elastic jobs whose shards lie on several hosts, and have second owners there.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/elastic/elastic_hosts_join.h"
+#include "tests/support/refusal.h"
+
+namespace shoal::elastic_second_join_test {
+namespace {
+
+using test::bring;
+using test::Death;
+using test::expect_good;
+using test::ForkedHosts;
+using test::fully_sharded;
+using test::Moment;
+using test::name_of;
+using test::over;
+using test::quick;
+using test::reach;
+using test::Trained;
+
+class ElasticSecondJoin : public test::OnHosts {};
+
+// Two ranks, one of them, two of a host, the one that has come, and three of two hosts.
+void grow_from_one(const std::string& transport, const Trained& trained) {
+  constexpr int epochs = 2;
+  const test::SharedRecord record;
+  record->last_step = 3;
+  ForkedHosts hosts({1, 1, 0},
+                    [&](const World& world) { return test::train(world, *record, epochs, {}, quick, trained); },
+                    over(transport), {1, 0, 2});
+  ASSERT_TRUE(reach(*record, {0, 1}, 3));
+  hosts.signal(1, SIGKILL);
+  record->last_step = 6;
+  ASSERT_TRUE(reach(*record, {0}, 6));
+  bring(hosts, {2});
+  record->last_step = 9;
+  ASSERT_TRUE(reach(*record, {0, 2}, 9)) << hosts.text_of(2).value_or("it waits");
+  hosts.signal(0, SIGKILL);
+  record->last_step = 12;
+  ASSERT_TRUE(reach(*record, {2}, 12));
+  bring(hosts, {3, 4});
+  record->last_step = 0;
+  expect_good(hosts.wait(60), {2, 3, 4}, *record, epochs);
+  EXPECT_EQ(test::sizes_of(*record), std::vector<int>({2, 1, 2, 1, 3}));
+  EXPECT_EQ(test::judged(*record, epochs, true, trained), "");
+}
+
+TEST_F(ElasticSecondJoin, ELA04_ELA06_one_rank_grows_to_several_hosts) {
+  int number = 0;
+  for (const auto& trained : fully_sharded) {
+    const std::string transport = number++ % 2 == 0 ? "tcp" : "auto";
+    SCOPED_TRACE(fmt::format("{} over {}", name_of(trained), transport));
+    grow_from_one(transport, trained);
+  }
+}
+
+// One process comes to each of these jobs.
+struct Case {
+  std::vector<int> hosts;
+  std::vector<int> later;
+  std::string transport;
+  Death death;
+};
+
+TEST_F(ElasticSecondJoin, ELA04_ELA06_ranks_end_or_stand_still_while_shards_are_divided_for_a_newcomer) {
+  constexpr int epochs = 1;
+  const std::vector<Case> cases{{{1, 1, 1, 0}, {0, 0, 0, 1}, "auto", {3, Moment::in_division, 1}},
+                                {{1, 1, 1, 0}, {0, 0, 0, 1}, "tcp", {1, Moment::in_division, 4}},
+                                {{2, 0}, {0, 1}, "auto", {1, Moment::in_division, 4}},
+                                {{2, 0}, {0, 1}, "auto", {2, Moment::in_division, 1}},
+                                {{1, 1, 0}, {0, 0, 1}, "tcp", {2, Moment::in_division, 1, SIGSTOP}}};
+  int number = 0;
+  for (const auto& one : cases) {
+    const auto& trained = fully_sharded[static_cast<size_t>(number) % fully_sharded.size()];
+    SCOPED_TRACE(fmt::format("case {}: {} over {}", number++, name_of(trained), one.transport));
+    const test::SharedRecord record;
+    record->last_step = 4;
+    ForkedHosts hosts(
+        one.hosts, [&](const World& world) { return test::train(world, *record, epochs, {one.death}, quick, trained); },
+        over(one.transport), one.later);
+    std::vector<int> members(static_cast<size_t>(hosts.ranks()));
+    std::iota(members.begin(), members.end(), 0);
+    ASSERT_TRUE(reach(*record, members, 4));
+    bring(hosts, {hosts.ranks()});
+    record->last_step = 0;
+    std::erase(members, one.death.rank);
+    if (one.death.signal == SIGSTOP) {
+      EXPECT_TRUE(test::JoinJob::comes_true([&] { return hosts.text_of(0) && hosts.text_of(1); }));
+      hosts.signal(one.death.rank, SIGKILL);
+    }
+    const auto ended = hosts.wait(40);
+    EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(one.death.rank)].status));
+    expect_good(ended, members, *record, epochs);
+    if (one.death.rank < hosts.ranks()) EXPECT_EQ(ended[static_cast<size_t>(hosts.ranks())].text, "");
+    EXPECT_EQ(test::judged(*record, epochs, true, trained), "");
+  }
+}
+
+// Ranks 0 and 1 train with the bits that they have alone, and those that come after them are refused.
+struct Misfits {
+  std::vector<int> hosts;
+  std::vector<int> later;
+  std::string transport;
+  std::string said;
+  bool frozen = false;   // a parameter
+  double rate = 0.01;    // of those that come
+};
+
+void expect_misfits(const Misfits& misfits) {
+  constexpr int steps = 6;
+  const test::SharedRecord record;
+  const auto train = [&](const World& world) {
+    alarm(30);
+    const int self = test::member_number(world);
+    const auto net = std::make_shared<test::Net>();
+    if (misfits.frozen) net->first->weight.requires_grad_(false);
+    const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+    auto options = quick;
+    options.on_change = [](const ElasticChange&) {};
+    const auto elastic = wrapped.elastic(world, options);
+    const auto x = test::inputs_of({1, 2, static_cast<size_t>(self)});
+    if (self > 1) wrapped.optimizer->param_groups()[0].options().set_lr(misfits.rate);
+    while (elastic->steps() < steps) {
+      while (record->last_step != 0 && elastic->steps() >= record->last_step) usleep(200);
+      torch::manual_seed(static_cast<uint64_t>(elastic->steps()));
+      const auto compute = [&] { wrapped.backward(test::loss_of(wrapped.forward(x), x)); };
+      if (!elastic->step(3, compute, [&] { wrapped.step(); })) continue;
+      wrapped.optimizer->zero_grad();
+      record->evaluations[self] = static_cast<int>(elastic->steps());
+    }
+    return elastic->together([&] { return fmt::format("{:x}", test::hash_of(wrapped.state(*net), *net)); });
+  };
+  ForkedHosts alone(misfits.hosts, train, over(misfits.transport));
+  const auto expected = alone.wait(30);
+  record->last_step = 3;
+  for (auto& done : record->evaluations) done = 0;
+  ForkedHosts hosts(misfits.hosts, train, over(misfits.transport), misfits.later);
+  ASSERT_TRUE(test::JoinJob::comes_true([&] { return record->evaluations[0] == 3 && record->evaluations[1] == 3; }));
+  std::vector<int> newcomers(static_cast<size_t>(std::accumulate(misfits.later.begin(), misfits.later.end(), 0)));
+  std::iota(newcomers.begin(), newcomers.end(), 2);
+  bring(hosts, newcomers);
+  record->last_step = 0;
+  const auto ended = hosts.wait(40);
+  for (const int member : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(member)].text, expected[0].text);
+  for (const int newcomer : newcomers) {
+    EXPECT_THAT(ended[static_cast<size_t>(newcomer)].text, testing::HasSubstr(misfits.said)) << newcomer;
+  }
+}
+
+// They own shards twice among themselves.
+TEST_F(ElasticSecondJoin, ELA06_newcomers_that_part_from_the_job_together_take_no_shards_along) {
+  expect_misfits({{1, 1, 0, 0}, {0, 0, 1, 1}, "gloo", "learning rates from", /*frozen=*/false, /*rate=*/0.5});
+}
+
+TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_where_frozen_parameters_would_need_second_owners) {
+  expect_misfits({{2, 0}, {0, 1}, "auto", "frozen parameters, such as first.weight", /*frozen=*/true});
+}
+
+}  // namespace
+}  // namespace shoal::elastic_second_join_test
