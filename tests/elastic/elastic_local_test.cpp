@@ -173,10 +173,13 @@ TEST(ElasticLocal, ELA12_a_rank_ends_in_an_exchange_that_none_has_applied) {
             waitid(P_PID, static_cast<id_t>(pids[1]), &info, WSTOPPED | WNOWAIT);
             for (const int other : {0, 2}) await_sleep(pids[static_cast<size_t>(other)]);  // in the exchange
             kill(pids[victim], SIGKILL);
-            for (int i = 0; i < 60; ++i) {  // once the other one has noticed; it stops again in each later step
-              usleep(i == 0 ? 50'000 : 5'000);
+            usleep(50'000);  // until the other one has noticed
+            do {             // it stops again in each later step
               kill(pids[1], SIGCONT);
-            }
+              usleep(5'000);
+              info.si_pid = 0;
+              waitid(P_PID, static_cast<id_t>(pids[1]), &info, WEXITED | WNOHANG | WNOWAIT);
+            } while (info.si_pid == 0);
           });
       check(ended, {victim}, *record, how);
       EXPECT_THAT(judged(*record, how), testing::MatchesRegex("[0-9]+ [1-9][0-9]*")) << "over two of three ranks";

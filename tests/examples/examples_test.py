@@ -90,18 +90,18 @@ class Test:
         folder = self.folder("fashion")
         for file in FASHION.glob("*.gz"):
             (folder / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
-        accuracies = numbers(r"accuracy ([\d.]+)", self.launch("image_classification", folder, 1, 60))
-        check(len(accuracies) == 1 and accuracies[0] > 0.6, f"an accuracy above 0.6: {accuracies}")
+        accuracies = numbers(r"accuracy ([\d.]+)", self.launch("image_classification", folder, 1, 40))
+        check(len(accuracies) == 1 and accuracies[0] > 0.35, f"an accuracy above 0.35: {accuracies}")
 
     def language_model(self):
         folder = self.folder("runs")
-        whole = self.launch("language_model", LICENCES, folder / "whole", 40)
-        self.launch("language_model", LICENCES, folder / "stopped", 40, 15)
-        resumed = self.launch("language_model", LICENCES, folder / "stopped", 40)
-        check("resumed at step 15" in resumed, "the second run resumes")
+        whole = self.launch("language_model", LICENCES, folder / "whole", 24)
+        self.launch("language_model", LICENCES, folder / "stopped", 24, 8)
+        resumed = self.launch("language_model", LICENCES, folder / "stopped", 24)
+        check("resumed at step 8" in resumed, "the second run resumes")
         losses = [re.findall(r"step (\d+): loss ([\d.]+)", output) for output in (whole, resumed)]
         check(losses[0][-2:] == losses[1][-2:], f"a resumed run equals one without a stop: {losses}")
-        check(float(losses[0][-1][1]) < 3.3, f"a loss below 3.3: {losses[0][-1]}")
+        check(float(losses[0][-1][1]) < 3.5, f"a loss below 3.5: {losses[0][-1]}")
         check(len(whole) > 400 and "The licens" in whole, "a sample at the end")
 
     def finetuning(self):
@@ -115,7 +115,7 @@ class Test:
         tuned = self.folder("tuned")
         shutil.copytree(folder, tuned, dirs_exist_ok=True)
         text = LICENCES / "GPL-3"
-        output = self.launch("finetuning", folder, text, tuned / "model.safetensors", 150)
+        output = self.launch("finetuning", folder, text, tuned / "model.safetensors", 100)
         check(numbers(r"transformers: ([\d.e-]+)", output)[0] < 1e-4, "logits equal those of transformers")
         losses = numbers(r"loss ([\d.]+)", output)
         check(losses[-1] < 3.0, f"a loss below 3: {losses}")

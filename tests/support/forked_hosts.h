@@ -169,7 +169,7 @@ class ForkedHosts {
         if (numbers[local] < ranks_ || one.part == Part::comes) store.report_end(numbers[local]);
         --living;
       }
-      usleep(200);
+      usleep(1000);
     }
     store.leave();
     while (!store.may_end()) usleep(1000);
