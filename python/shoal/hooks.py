@@ -70,7 +70,12 @@ class PeriodicModelAverager:
     def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
         self._core = _C.PeriodicModelAverager(group_of(process_group), period, warmup_steps)
 
-    def average_parameters(self, params: Iterable[torch.Tensor]) -> bool:
-        """Call it after every optimizer step. True if it was one in which parameters were averaged; then it was
-        collective."""
-        return self._core.average(list(params))
+    def average_parameters(self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> bool:
+        """Call it after every optimizer step, with parameters or an optimizer's param_groups. True if it was one in which
+        parameters were averaged; then it was collective."""
+        if isinstance(params, (torch.Tensor, torch.nn.Module)):
+            raise _C.UsageError(f"average_parameters: give parameters or param groups, not a {type(params).__name__}")
+        tensors: list[torch.Tensor] = []
+        for one in params:
+            tensors.extend(one["params"] if isinstance(one, dict) else [one])
+        return self._core.average(tensors)

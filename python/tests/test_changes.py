@@ -1,5 +1,6 @@
 """Arguments of wrappers, and what may change after wrapping: it works, or one sentence says why not."""
 
+import collections
 import copy
 import dataclasses
 import gc
@@ -183,6 +184,37 @@ def test_PY05_dataclasses_may_have_fields_that_are_not_set():
             assert not hasattr(result, "loss")
             result.scores.sum().backward()
         assert result.scores.dtype == torch.bfloat16 and batch.x.dtype == batch.parts[0].x.dtype == torch.float32
+
+    on_ranks(trains)
+
+
+class Slots:
+    __slots__ = ("result", "unset")
+
+
+class TwoBranches(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first, self.second, self.unused = (torch.nn.Linear(3, 1) for _ in range(3))
+
+    def forward(self, x):
+        if self.kind is collections.deque:
+            return self.first(x), collections.deque([self.second(x)])
+        box = Slots()
+        box.result = [self.second(x)]
+        return self.first(x), box
+
+
+def test_PY05_results_in_deques_and_slots_are_found():
+    def trains(rank):
+        for kind in (collections.deque, Slots):
+            net = TwoBranches(kind)
+            model = shoal.nn.DistributedDataParallel(net, find_unused_parameters=True)
+            first, box = model(torch.full((2, 3), rank + 1.0))
+            second = box[0] if kind is collections.deque else box.result[0]
+            (first + second).sum().backward()
+            assert net.second.weight.grad.tolist() == net.first.weight.grad.tolist() == [[3.0, 3.0, 3.0]]
 
     on_ranks(trains)
 

@@ -57,6 +57,23 @@ def test_PY05_hooks_that_differ_or_are_no_hooks_are_refused():
     on_ranks(wrong)
 
 
+def test_PY05_an_averager_takes_param_groups_as_pytorchs_does():
+    def averages(rank):
+        net = torch.nn.Linear(2, 1)
+        groups = torch.optim.SGD([{"params": [net.weight]}, {"params": [net.bias], "lr": 0.2}], lr=0.1).param_groups
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(rank)
+        averager = shoal.hooks.PeriodicModelAverager(1)
+        assert averager.average_parameters(groups)
+        assert all(bool((parameter == 0.5).all()) for parameter in net.parameters())
+        assert averager.average_parameters(net.parameters())
+        with pytest.raises(shoal.UsageError, match="give parameters or param groups, not a Linear"):
+            averager.average_parameters(net)
+
+    on_ranks(averages)
+
+
 def post_local_alone(ranks, start, period, steps):
     """Models of subgroups of two ranks in one process: whole means before step `start`, means of subgroups from then on,
     and every `period` steps the mean of all models."""

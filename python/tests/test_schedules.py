@@ -1,5 +1,7 @@
 """PyTorch's own schedules on every optimizer: rates and losses are those of one process with the same schedule."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -216,3 +218,17 @@ def test_PY06_averaged_models_of_pytorch(kind):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
     each_strategy(trains)
+
+
+def test_PY06_a_schedule_of_decentralised_rates_steps_without_an_optimizers_step():
+    def trains(rank):
+        model = shoal.nn.DecentralizedDataParallel(torch.nn.Linear(2, 1), torch.optim.SGD, topology="ring", lr=0.4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            schedule = torch.optim.lr_scheduler.StepLR(model.optimizer, 1, 0.5)
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()  # steps
+                schedule.step()
+        assert model.optimizer.param_groups[0]["lr"] == 0.1
+
+    on_ranks(trains)

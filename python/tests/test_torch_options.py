@@ -25,6 +25,8 @@ def test_PY02_options_of_pytorch_whose_value_changes_nothing_are_taken():
         shoal.nn.FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=True, limit_all_gathers=True, device_id=None)
         plain = {"cpu_offload": CPUOffload(offload_params=False), "mixed_precision": MixedPrecision(), "ignored_states": []}
         shoal.nn.FullyShardedDataParallel(torch.nn.Linear(2, 2), **plain)
+        on_cpu = {"cpu_offload": CPUOffload(offload_params=True), "device_id": torch.device("cpu")}
+        shoal.nn.FullyShardedDataParallel(torch.nn.Linear(2, 2), **on_cpu)
 
     on_ranks(wraps)
 
@@ -60,7 +62,9 @@ def test_PY02_others_say_what_to_use():
             refused(lambda: ddp(net, forward_sync_buffers=False)),
             refused(lambda: fsdp(net, mixed_precision=object())),
             refused(lambda: fsdp(net, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))),
-            refused(lambda: fsdp(net, cpu_offload=CPUOffload(offload_params=True))),
+            refused(lambda: fsdp(torch.nn.Linear(2, 2, device="meta"), cpu_offload=CPUOffload(offload_params=True))),
+            refused(lambda: fsdp(net, device_id=0)),
+            refused(lambda: fsdp(net, auto_wrap_policy=torch.nn.ReLU())),
             refused(lambda: fsdp(net, sharding_strategy="some_shard")),
             refused(lambda: ddp(net, nothing_of_the_kind=1)),
             refused(lambda: shoal.nn.ShardedDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))),
@@ -74,7 +78,9 @@ def test_PY02_others_say_what_to_use():
         "use the option broadcast_buffers",
         "param_dtype, reduce_dtype",
         "param_dtype, reduce_dtype",
-        "stay there",
+        "stay on the device",
+        "move the module",
+        "give its class, auto_wrap_policy=ReLU",
         "choose from",
         "it has",
         "shoal.optim.OSS",
@@ -99,6 +105,14 @@ def test_PY02_methods_that_are_elsewhere_are_no_attributes_and_say_what_to_write
         for model in (ddp, fsdp):
             with pytest.raises(AttributeError, match="DataParallel has no register_comm_hook.*give the hook to its constructor"):
                 model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        with pytest.raises(AttributeError, match=r"has no _set_static_graph\(\): give static_graph=True"):
+            ddp._set_static_graph()
+        for owner in (fsdp, type(fsdp)):
+            assert not hasattr(owner, "state_dict_type") and not hasattr(owner, "nothing")
+            with pytest.raises(AttributeError, match=r"has no optim_state_dict\(\): optimizer.state_dict\(\) has the whole state"):
+                owner.optim_state_dict(fsdp, None)
+        with pytest.raises(AttributeError, match=r"has no set_accumulate_grad\(\): run the micro-batches before"):
+            shoal.nn.DecentralizedDataParallel.set_accumulate_grad
 
     on_ranks(wraps)
 

@@ -24,6 +24,9 @@ def unit_names(module: torch.nn.Module, policy: Policy) -> list[str] | None:
     """
     if policy is None:
         return None
+    if isinstance(policy, torch.nn.Module):
+        name = type(policy).__name__
+        raise UsageError(f"auto_wrap_policy is a module, a {name}: give its class, auto_wrap_policy={name}, or names of sub-modules")
     classes = _classes_of(policy)
     if classes is not None:
         return [name for name, child in module.named_modules() if name and isinstance(child, classes)]

@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from typing import Any
 
+import torch
+
 from .. import _C
 
 # The values that change nothing, and what to use instead of others; None: shoal has the option, too.
@@ -40,7 +42,7 @@ FSDP: Known = {
     "mixed_precision": ((None, "MixedPrecision()"), "use the options param_dtype, reduce_dtype and buffer_dtype"),
     "ignored_modules": ((None,), None),
     "ignored_states": ((None, [], ()), "name them in ignored_parameters, or their modules in ignored_modules"),
-    "cpu_offload": ((None, "CPUOffload()"), "shards of a module on the CPU stay there"),
+    "cpu_offload": ((None, "CPUOffload()"), "parameters stay on the device where the module is"),
     "device_id": ((None,), "move the module to its device before it is wrapped"),
     "param_init_fn": ((None,), "initialise the module before it is wrapped"),
     "device_mesh": _MESH,
@@ -65,6 +67,19 @@ def without_torch_options(owner: str, options: dict[str, Any], known: Known) -> 
         if instead is not None:
             raise _C.UsageError(f"{owner} has no option {name}: {instead}")
         rest[name] = value
+    return rest
+
+
+def without_cpu_options(options: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """Without those of FSDP that put parameters on the CPU, if that is where the module's are."""
+    if any(tensor.device.type != "cpu" for tensor in (*module.parameters(), *module.buffers())):
+        return options
+    rest = dict(options)
+    if getattr(rest.get("cpu_offload"), "offload_params", False):
+        del rest["cpu_offload"]
+    device = rest.get("device_id")
+    if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
+        del rest["device_id"]
     return rest
 
 

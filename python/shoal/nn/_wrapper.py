@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -28,14 +29,20 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
     seen.add(id(value))
     if isinstance(value, Mapping):
         parts = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         parts = list(value)
     elif dataclasses.is_dataclass(value):
         parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     else:
-        parts = list(getattr(value, "__dict__", {}).values())
+        parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots_of(type(value)))]
     for part in parts:
         _collect(part, found, seen)
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
 
 
 COMM_HOOK_ADVICE = {
@@ -43,10 +50,21 @@ COMM_HOOK_ADVICE = {
 }
 
 
-class Wrapper(Wrapped):
+class WithAdvice(type):
+    """Names of PyTorch's that a class does not have are no attributes of it, and of its objects, and say what to write."""
+
+    _elsewhere: dict[str, str]
+
+    def __getattr__(cls, name: str) -> Any:
+        if name in cls._elsewhere:
+            raise AttributeError(f"{cls.__name__} has no {name}(): {cls._elsewhere[name]}")
+        raise AttributeError(f"type object '{cls.__name__}' has no attribute '{name}'")
+
+
+class Wrapper(Wrapped, metaclass=WithAdvice):
     """A module with a strategy around its forward and backward. `module` is the user's own, with its own parameters."""
 
-    _elsewhere: ClassVar[dict[str, str]] = {}  # what to write in place of a method of PyTorch's wrapper
+    _elsewhere: ClassVar[dict[str, str]] = {}  # what to write in place of a method of another library's wrapper
 
     def __init__(self, module: torch.nn.Module, mirror: _C.Mirror, core: Any) -> None:
         super().__init__()
@@ -57,7 +75,7 @@ class Wrapper(Wrapped):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._elsewhere:
-            raise AttributeError(f"{type(self).__name__} has no {name}(): {self._elsewhere[name]}")
+            return getattr(type(self), name)  # raises it
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

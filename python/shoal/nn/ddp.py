@@ -62,7 +62,13 @@ class DistributedDataParallel(Wrapper):
     Writes in place after a step are not compared, as in PyTorch.
     """
 
-    _elsewhere = {**COMM_HOOK_ADVICE, "join": "write the loop with shoal.Join(model)"}
+    _elsewhere = {
+        **COMM_HOOK_ADVICE,
+        "join": "write the loop with shoal.Join(model)",
+        "_set_static_graph": "give static_graph=True to its constructor",
+        "_set_params_and_buffers_to_ignore_for_model": "give their names to its constructor, ignored=[...]",
+        "_get_ddp_logging_data": "buckets() has the parameters of each bucket; the options are those of its constructor",
+    }
 
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
         options = without_torch_options("DistributedDataParallel", options, DDP)

@@ -39,6 +39,7 @@ class Rates(torch.optim.Optimizer):
         self._made = False
         super().__init__(recipe.groups, recipe.defaults)
         self._made = True
+        self._opt_called = True  # PyTorch's schedules warn until step() was called, which there is no need to
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._made:
@@ -88,6 +89,8 @@ class DecentralizedDataParallel(Gossip, Wrapper):
     all that require a gradient. The constructor is collective, and compares options, optimizers and models of all ranks.
     Rates may differ from then on: a rank updates its own parameters, by a rate that its own loss may have lowered.
     """
+
+    _elsewhere = {"set_accumulate_grad": "run the micro-batches before the last within no_sync()"}
 
     def __init__(
         self,

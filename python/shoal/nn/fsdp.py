@@ -17,7 +17,7 @@ from .._loaded import load_in_full_precision
 from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, require_constant_in_forward
 from ..distributed import group_of
 from ._policy import Policy, unit_names
-from ._torch_options import FSDP, without_torch_options
+from ._torch_options import FSDP, without_cpu_options, without_torch_options
 from ._wrapper import COMM_HOOK_ADVICE, Wrapper
 
 
@@ -43,13 +43,18 @@ class FullyShardedDataParallel(Wrapper):
     The constructor is collective.
     """
 
-    _elsewhere = COMM_HOOK_ADVICE
+    _elsewhere = {
+        **COMM_HOOK_ADVICE,
+        **dict.fromkeys(("state_dict_type", "set_state_dict_type"), "model.state_dict() has the whole parameters on every rank"),
+        **dict.fromkeys(("optim_state_dict", "full_optim_state_dict"), "optimizer.state_dict() has the whole state on every rank"),
+        "optim_state_dict_to_load": "optimizer.load_state_dict() takes the whole state",
+    }
 
     def __init__(
         self, module: torch.nn.Module, process_group: Any = None, *, auto_wrap_policy: Policy = None, **options: Any
     ) -> None:
-        options = without_torch_options("FullyShardedDataParallel", options, FSDP)
         mirror = mirror_of(module)
+        options = without_torch_options("FullyShardedDataParallel", without_cpu_options(options, module), FSDP)
         _refuse_nested(module)
         ignored = set(options.get("ignored_parameters", ()))
         below = tuple(f"{name}." for name in options.get("ignored_modules", ()) if name)
