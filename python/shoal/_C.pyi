@@ -37,7 +37,7 @@ class StepAbandoned(Error):
     """Another rank has ended this step; all ranks go on with the next one."""
 
 class CheckpointError(Error):
-    """A file is missing, damaged, or of another model."""
+    """A file is missing or damaged. A checkpoint of another model is a UsageError."""
 
 class InputsExhausted(Error):
     """A rank has no more inputs, and the others have been told to stop."""
