@@ -175,6 +175,9 @@ class FullyShardedCore : public DataParallelCore {
   std::vector<at::Tensor> frozen_copies() const;
   // While true, clipping is refused: gradients are those of some of a rank's shares.
   void compute_shares(bool now);
+  // Behind the share of a batch that only some ranks compute, on these; and in its place on the others, which take part in its gathers.
+  // Collective.
+  void meet_behind_share();
   // Whether shards over these ranks are pages, each of which has a second owner.
   bool has_pages_over(const Group& everybody) const;
 

@@ -86,14 +86,6 @@ void Elastic::State::require_supported() const {
         "host of "
         "ShardGossipOptimizer, updates with its own: leave the option out");
   }
-  if (options.keep_global_batch > 0 && parts->gathers()) {
-    throw UsageError(
-        "Elastic: keep_global_batch is not supported with FullyShardedDataParallel on several hosts or over sockets: "
-        "ranks that are left "
-        "would compute different numbers of shares, and each forward gathers parameters from all ranks: leave the "
-        "option "
-        "out, or take hybrid_shard over the transport auto");
-  }
   if (2 * options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
     throw UsageError(
         fmt::format("Elastic: straggler_seconds is {}: give less than half of the world's timeout_seconds, {}",

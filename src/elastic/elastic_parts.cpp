@@ -93,7 +93,7 @@ class WithFSDP : public Wrapped {
   }
   std::vector<at::Tensor> frozen_copies() const override { return parallel_.frozen_copies(); }
   bool takes_shares() const override { return !averages_; }
-  bool gathers() const override { return !parallel_.shared(); }
+  void meet_behind_share() override { parallel_.meet_behind_share(); }
   std::string in_place_of_lost() const override {
     return averages_ ? "other ranks of its host, if any are left, update its share of the host's own parameters"
                      : Wrapped::in_place_of_lost();

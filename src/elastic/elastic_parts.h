@@ -49,8 +49,8 @@ class ElasticParts {
   virtual void set_share(std::optional<double> share) = 0;
   // False: ranks have no mean in common, and set_share() does nothing.
   virtual bool takes_shares() const { return true; }
-  // Whether forwards gather parameters from all ranks, which must then call it equally often.
-  virtual bool gathers() const { return false; }
+  // To be called behind the share of a step that only some ranks compute; in its place by the others, whose parameters it may need.
+  virtual void meet_behind_share() {}
   // Whether its shards need no memory that ranks have in common.
   virtual bool shards_over_sockets() const { return false; }
   // Whether ranks that come get parameters and the optimizer's state in regroup(), each its shards alone.

@@ -135,7 +135,10 @@ void GlobalBatch::compute(int64_t step, int64_t samples,
   parts_.compute_shares(size_ > 0);
   const auto end = c10::make_scope_exit([this] { parts_.compute_shares(false); });
   const auto count = own_shares();
+  const bool one_more = count > shares_of(world_.size() - 1);
+  const bool one_less = count < shares_of(0);
   std::vector<at::Tensor> buffers;
+  if (one_less) parts_.meet_behind_share();
   for (int64_t i = 0; i < count; ++i) {
     if (i > 0) copies_.restore_buffers();
     seed(step, world_.rank() + i * world_.size());
@@ -143,6 +146,7 @@ void GlobalBatch::compute(int64_t step, int64_t samples,
       const auto scope = parts_.no_sync(i + 1 < count);
       compute(i * samples / count, (i + 1) * samples / count);
     }
+    if (i == 0 && one_more) parts_.meet_behind_share();
     if (i == 0 && count > 1) buffers = copies_.present_buffers();
   }
   if (count > 1) copies_.set_buffers(buffers);

@@ -73,7 +73,7 @@ enum class Compute { by_share, at_once, weighted };
 
 struct Run {
   at::ScalarType dtype = at::kFloat;
-  test::Sharding sharding = test::Sharding::none;
+  test::Strategy strategy{};
   bool noisy = false;
   Compute compute = Compute::by_share;
   std::string optimizer = "adam";
@@ -87,11 +87,11 @@ std::string train(const World& world, Shared& record, const Run& run) {
   const int self = world.rank();
   auto model = std::make_shared<Model>(run.noisy);
   model->to(run.dtype);
-  const auto wrapped = test::wrap_as({.sharding = run.sharding,
+  const auto wrapped = test::wrap_as({.sharding = run.strategy.sharding,
                                       .optimizer = run.optimizer,
                                       .dtype = run.dtype,
                                       .overlap = run.overlap,
-                                      .clip = run.sharding == test::Sharding::megatron ? run.clip : 0},
+                                      .clip = run.strategy.sharding == test::Sharding::megatron ? run.clip : 0},
                                      model, world.group());
   DistributedSampler sampler(samples, world.group(), {.seed = 3});
   const auto quiet = [](const ElasticChange&) {};
@@ -174,7 +174,8 @@ std::vector<test::Death> deaths_of(int count) {
 }
 
 void train_all(const Run& run, const Losses& losses) {
-  const auto ended = test::run_ranks(ranks, [&](const World& world) { return train(world, *losses, run); });
+  const auto ended = test::run_ranks(
+      ranks, [&](const World& world) { return train(world, *losses, run); }, {}, run.strategy.options());
   size_t killed = 0;
   for (const auto& rank : ended) {
     if (WIFSIGNALED(rank.status)) {
@@ -248,12 +249,12 @@ void expect_losses_of_one_process(const Run& run) {
   compare(disturbed, expected, 1e-12);
 }
 
-class ElasticKeptBatch : public ::testing::TestWithParam<test::Sharding> {};
+class ElasticKeptBatch : public ::testing::TestWithParam<test::Strategy> {};
 
 TEST_P(ElasticKeptBatch, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_float32) {
   const Losses undisturbed, disturbed;
-  train_all({.sharding = GetParam(), .noisy = true}, undisturbed);
-  train_all({.sharding = GetParam(), .noisy = true, .deaths = deaths_of(10)}, disturbed);
+  train_all({.strategy = GetParam(), .noisy = true}, undisturbed);
+  train_all({.strategy = GetParam(), .noisy = true, .deaths = deaths_of(10)}, disturbed);
   expect_every_sample_once(undisturbed);
   expect_every_sample_once(disturbed);
   compare(disturbed, undisturbed, 1e-5);
@@ -265,18 +266,18 @@ TEST_P(ElasticKeptBatch, ELA05_ten_kills_leave_the_losses_of_one_process_in_floa
     SCOPED_TRACE(static_cast<int>(how));
     const int deaths = how == Compute::by_share ? 10 : 3;
     expect_losses_of_one_process(
-        {.dtype = at::kDouble, .sharding = GetParam(), .compute = how, .deaths = deaths_of(deaths)});
+        {.dtype = at::kDouble, .strategy = GetParam(), .compute = how, .deaths = deaths_of(deaths)});
   }
 }
 
 // SGD and no clipping, because Adam and clipping hide a factor of the gradients.
 TEST_P(ElasticKeptBatch, ELA05_sgd_and_clipping_after_all_shares_are_those_of_one_process_down_to_one_rank) {
   std::vector<std::pair<double, bool>> cases{{0, true}, {0.7, true}};  // norm, overlap
-  if (GetParam() == test::Sharding::megatron) cases.emplace_back(0, false);
+  if (GetParam().sharding == test::Sharding::megatron) cases.emplace_back(0, false);
   for (const auto& [clip, overlap] : cases) {
     SCOPED_TRACE(::testing::Message() << "clip " << clip << ", overlap " << overlap);
     expect_losses_of_one_process({.dtype = at::kDouble,
-                                  .sharding = GetParam(),
+                                  .strategy = GetParam(),
                                   .optimizer = "sgd",
                                   .overlap = overlap,
                                   .clip = clip,
@@ -286,11 +287,12 @@ TEST_P(ElasticKeptBatch, ELA05_sgd_and_clipping_after_all_shares_are_those_of_on
 
 // It would fail at the first death alone.
 TEST_P(ElasticKeptBatch, ELA05_clipping_within_a_share_is_refused_before_a_rank_dies) {
-  if (GetParam() == test::Sharding::none || GetParam() == test::Sharding::megatron) GTEST_SKIP() << "they have no call";
-  const auto ended = test::run_ranks(2, [&](const World& world) {
+  const auto sharding = GetParam().sharding;
+  if (sharding == test::Sharding::none || sharding == test::Sharding::megatron) GTEST_SKIP() << "they have no call";
+  const auto refused = [&](const World& world) {
     alarm(30);
     auto model = std::make_shared<Model>(/*noisy=*/false);
-    const auto wrapped = test::wrap_as({.sharding = GetParam()}, model, world.group());
+    const auto wrapped = test::wrap_as({.sharding = sharding}, model, world.group());
     DistributedSampler sampler(20, world.group());
     const auto elastic = wrapped.elastic(world, sampler, ElasticOptions{.keep_global_batch = 4});
     elastic->in_epoch();
@@ -299,14 +301,13 @@ TEST_P(ElasticKeptBatch, ELA05_clipping_within_a_share_is_refused_before_a_rank_
       wrapped.clip(*model, 1);
     };
     return test::refusal([&] { elastic->step(2, compute, [&] { wrapped.step(); }); });
-  });
+  };
+  const auto ended = test::run_ranks(2, refused, {}, GetParam().options());
   for (const auto& rank : ended) EXPECT_NE(rank.text.find("third argument of step()"), std::string::npos) << rank.text;
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticKeptBatch,
-                         ::testing::Values(test::Sharding::none, test::Sharding::zero1, test::Sharding::zero2,
-                                           test::Sharding::megatron, test::Sharding::fsdp),
-                         [](const auto& info) { return test::short_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticKeptBatch, ::testing::ValuesIn(test::strategies_with_shares),
+                         [](const auto& info) { return info.param.name(); });
 
 TEST(ElasticBatch, ELA05_what_does_not_fit_a_global_batch_is_refused) {
   const auto refusal = [](int64_t batch, int64_t step, bool with_sampler) {

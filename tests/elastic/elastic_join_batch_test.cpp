@@ -49,9 +49,11 @@ std::string train_whole(const World& world, Whole& whole, test::Sharding shardin
         if (!elastic.step(x.size(0), compute, [&] { wrapped.step(); })) break;
         wrapped.optimizer->zero_grad();
         for (const auto sample : *batch) ++whole.taken[epoch][sample];
-        const torch::NoGradGuard no_grad;
-        const auto hidden = at::tanh(net->second(at::tanh(net->first(seen))));
-        const auto loss = test::loss_of(net->third(hidden), seen).item<double>();
+        const auto loss = elastic.together([&] {
+          const torch::NoGradGuard no_grad;
+          const auto hidden = at::tanh(net->second(at::tanh(net->first(seen))));
+          return test::loss_of(net->third(hidden), seen).item<double>();
+        });
         record.complete[self].add({.step = elastic.steps(), .ranks = world.size(), .at = loss});
       }
     }
@@ -59,31 +61,33 @@ std::string train_whole(const World& world, Whole& whole, test::Sharding shardin
   return "";
 }
 
-class ElasticJoinBatch : public ::testing::TestWithParam<test::Sharding> {};
+class ElasticJoinBatch : public ::testing::TestWithParam<test::Strategy> {};
 
 TEST_P(ElasticJoinBatch, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_change) {
   const SharedWhole plain;
-  const auto undisturbed = [&](const World& world) { return train_whole(world, *plain, GetParam()); };
+  const auto sharding = GetParam().sharding;
+  const auto undisturbed = [&](const World& world) { return train_whole(world, *plain, sharding); };
   for (const auto& ended : test::run_ranks(2, undisturbed)) EXPECT_EQ(ended.text, "");
   const SharedWhole changed;
   auto& record = changed->record;
-  const auto body = [&](const World& world) { return train_whole(world, *changed, GetParam()); };
+  const auto body = [&](const World& world) { return train_whole(world, *changed, sharding); };
+  const auto options = GetParam().options();
   record.last_step = 3;
-  JoinJob job(4, body);
+  JoinJob job(4, body, options);
   ASSERT_TRUE(reach(record, {0, 1, 2, 3}, 3));
   job.signal(0, SIGKILL);
   record.last_step = 6;
   ASSERT_TRUE(reach(record, {1, 2, 3}, 6));
-  const int first = job.add(body);
+  const int first = job.add(body, options);
   ASSERT_TRUE(job.comes_to_knock(first));
   record.last_step = 9;
   ASSERT_TRUE(reach(record, {1, 2, 3, first}, 9));
-  job.signal(2, SIGKILL);
+  job.signal(1, SIGKILL);  // not next to each other, as each owns shards of the next one
   job.signal(3, SIGKILL);
   record.last_step = 12;
-  ASSERT_TRUE(reach(record, {1, first}, 12));
-  std::vector<int> members{1, first};
-  for (int i = 0; i < 4; ++i) members.push_back(job.add(body));
+  ASSERT_TRUE(reach(record, {2, first}, 12));
+  std::vector<int> members{2, first};
+  for (int i = 0; i < 4; ++i) members.push_back(job.add(body, options));
   for (const int member : members) ASSERT_TRUE(job.comes_to_knock(member));
   record.last_step = 0;
   for (const int member : members) EXPECT_EQ(job.end_of(member).text, "") << "member " << member;
@@ -104,10 +108,8 @@ TEST_P(ElasticJoinBatch, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_c
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticJoinBatch,
-                         ::testing::Values(test::Sharding::none, test::Sharding::zero1, test::Sharding::zero2,
-                                           test::Sharding::megatron, test::Sharding::fsdp),
-                         [](const auto& info) { return test::short_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticJoinBatch, ::testing::ValuesIn(test::strategies_with_shares),
+                         [](const auto& info) { return info.param.name(); });
 
 }  // namespace
 }  // namespace shoal::elastic_join_batch_test

@@ -440,16 +440,6 @@ TEST_F(ElasticSecondOwner, ELA04_what_has_no_second_owners_is_refused_by_name) {
   }
 }
 
-TEST_F(ElasticSecondOwner, ELA05_a_global_batch_is_refused) {
-  ForkedHosts hosts({1, 1}, [](const World& world) {
-    const auto wrapped = test::wrap_as(fully_sharded[0], std::make_shared<test::Net>(), world.group());
-    DistributedSampler sampler(64, world.group());
-    return test::refusal([&] { wrapped.elastic(world, sampler, ElasticOptions{.keep_global_batch = 8}); });
-  });
-  for (const auto& one : hosts.wait(20))
-    EXPECT_THAT(one.text, testing::HasSubstr("keep_global_batch is not supported with"));
-}
-
 // Ranks that own the same are never killed at once; a later one is killed when the shards may or may not be divided anew.
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments) {
   const int seed = test::number_of("SHOAL_SEED", 1);

@@ -154,6 +154,24 @@ inline std::string short_name(Sharding sharding) {
   return names[static_cast<int>(sharding)];
 }
 
+// One of the strategies that keep a global batch, and over what ranks talk.
+struct Strategy {
+  Sharding sharding = Sharding::none;
+  std::string transport = "auto";
+
+  WorldOptions options() const {
+    WorldOptions chosen;
+    chosen.transport = transport;
+    return chosen;
+  }
+  std::string name() const { return short_name(sharding) + (transport == "auto" ? "" : "_over_" + transport); }
+};
+
+// Over sockets with second owners.
+inline const std::vector<Strategy> strategies_with_shares{{Sharding::none},  {Sharding::zero1},
+                                                          {Sharding::zero2}, {Sharding::megatron},
+                                                          {Sharding::fsdp},  {Sharding::fsdp, "tcp"}};
+
 inline std::string name_of(const Trained& trained) {
   const char* names[] = {"DDP",         "ZeRO-1",         "ZeRO-2",         "Megatron",         "FSDP",
                          "hybrid FSDP", "ZeRO-1 by host", "ZeRO-2 by host", "Megatron by host", "gossip of hosts"};

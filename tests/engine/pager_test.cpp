@@ -178,6 +178,27 @@ TEST(Pager, ranks_that_call_forward_differently_often_are_told_so) {
 }
 
 // Rank 0 is about to change its shard; the others read first.
+// As micro-batches of a share of the batch that only rank 0 has.
+TEST(Pager, ELA05_ranks_take_part_in_passes_that_they_do_not_make) {
+  Book book(4, {.resident = 1, .ahead = 1});
+  const auto read_all = [&](Pass pass) {
+    book.pager.begin(pass);
+    for (size_t i = 0; i < 4; ++i) EXPECT_EQ(book.read(i), static_cast<double>(i + 1));
+    if (pass == Pass::evaluation) book.pager.end();
+  };
+  for (int step = 0; step < 3; ++step) {
+    if (group().rank() == 0) {
+      read_all(Pass::training);
+      read_all(Pass::evaluation);
+      read_all(Pass::training);
+    }
+    book.pager.meet();
+    read_all(Pass::training);
+    book.pager.end();
+    book.invalidate();
+  }
+}
+
 TEST(Pager, FSDP21_what_is_read_before_all_ranks_update_is_what_was_there) {
   Book book(3, {.resident = 1, .ahead = 1});
   for (int step = 0; step < 4; ++step) {

@@ -44,14 +44,18 @@ class GatherOrder {
   void end(int64_t residue);
   // This rank is about to change its shards; the same holds, because other ranks may still read the old values.
   void update() { boundary_ = updates; }
+  // Of passes that only some ranks make: a rank that does not make them, and those that do, behind their last one, say so; the same holds.
+  // Passes of the others until then are as those of all ranks.
+  void meet();
   // True if all ranks had the same residue at the end of the last pass.
   bool left_alike() const { return left_alike_; }
 
  private:
-  enum Said : int64_t { begins_training = -1, begins_evaluation = -2, ended = -3, updates = -4 };
+  enum Said : int64_t { begins_training = -1, begins_evaluation = -2, ended = -3, updates = -4, meets = -5 };
 
   static const char* text(int64_t said);
-  void ask(int64_t what);
+  // Whether all ranks have come to where `what` says that this one is.
+  bool ask(int64_t what);
   void close();
 
   Group group_;

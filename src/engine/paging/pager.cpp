@@ -385,6 +385,16 @@ void Pager::update() {
   help_others();
 }
 
+void Pager::meet() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  order_.meet();
+  help_others();
+  for (size_t index = 0; index < pages_.size(); ++index) {  // so that all ranks gather the same in the next pass
+    if (pages_[index]->users == 0) reshard(index);
+  }
+}
+
 void Pager::unshard_all(bool stay, const std::set<std::string>& but) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;

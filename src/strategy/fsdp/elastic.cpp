@@ -66,6 +66,10 @@ void FullyShardedCore::compute_shares(bool now) {
   shards_->computes_shares = now;
 }
 
+void FullyShardedCore::meet_behind_share() {
+  if (shards_->pager) shards_->pager->meet();
+}
+
 std::vector<at::Tensor> FullyShardedCore::frozen_copies() const {
   std::vector<at::Tensor> list;
   for (const auto& frozen : shards_->frozen) {
