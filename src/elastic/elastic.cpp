@@ -10,6 +10,7 @@
 
 #include "comm/rendezvous/world_state.h"
 #include "elastic/elastic_state.h"
+#include "engine/sharded/second_copies.h"
 
 namespace shoal {
 namespace {
@@ -216,7 +217,14 @@ void Elastic::require_begun() const {
 }
 
 void Elastic::end_together() {
-  state_->world.group().barrier().wait();
+  const auto group = state_->world.group();
+  if (const auto updates = state_->parts->updates_to_compare()) {
+    const auto own = static_cast<double>(*updates);
+    const auto most = group.all_reduce(std::vector<double>{own, -own}, ReduceOp::max, {-1, -1, "updates of all ranks"});
+    if (most[0] != -most[1]) refuse_unequal_updates();
+  } else {
+    group.barrier().wait();
+  }
   ++state_->ended;
 }
 

@@ -211,6 +211,10 @@ bool ElasticParts::misses_update() const {
   return sharded_ != nullptr && sharded_->misses_update();
 }
 
+std::optional<int64_t> ElasticParts::updates_to_compare() const {
+  return sharded_ != nullptr ? sharded_->updates_to_compare() : std::nullopt;
+}
+
 bool ElasticParts::has_replicas() const {
   return sharded_ != nullptr && sharded_->has_replicas();
 }

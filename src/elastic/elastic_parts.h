@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -80,6 +81,8 @@ class ElasticParts {
   bool update_was_refused() const;
   // After an update that returned: whether it did not call step() of a sharded optimizer, as other ranks did.
   bool misses_update() const;
+  // How many updates this rank has made, where nothing else shows that the others have made as many.
+  std::optional<int64_t> updates_to_compare() const;
   // A sharded optimizer of which other hosts hold the same shares: see ShardedOptimizerBase.
   bool has_replicas() const;
   void map_on_host(bool map);

@@ -261,7 +261,7 @@ class Planner {
       }
       if (!second_.empty()) add_second_owners(members, layout);
     }
-    if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((4 + 2 * second_.size()) * sizeof(double)));
+    if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((6 + 2 * second_.size()) * sizeof(double)));
     return calls;
   }
 

@@ -382,6 +382,55 @@ TEST_F(ElasticSecondOwner, ELA02_values_that_only_first_owners_have_are_found) {
       "rank 0 and rank 1, which own the same shards in an elastic job, have different");
 }
 
+// Step 1 has no update on rank `by`, or on all (-1). takes_part: false: no rank makes this step at all.
+std::string skip_a_step(const World& world, int steps, int by, bool takes_part = true) {
+  alarm(30);
+  const auto net = std::make_shared<test::Net>();
+  const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+  auto options = quick;
+  options.on_change = [](const ElasticChange&) {};
+  const auto elastic = wrapped.elastic(world, options);
+  const auto x = test::inputs_of({1, 2, 3, static_cast<size_t>(world.rank())});
+  for (int i = 0; i < steps; ++i) {
+    if (i == 1 && !takes_part) continue;
+    torch::manual_seed(static_cast<uint64_t>(i));
+    const bool skips = i == 1 && (by < 0 || world.rank() == by);
+    const auto update = [&] {
+      if (!skips) wrapped.step();
+    };
+    elastic->step(
+        4, [&] { backward_of(wrapped, x); }, update);
+    wrapped.optimizer->zero_grad();
+    const auto said = i == 1 ? test::refusal([&] { wrapped.step(); }) : "second function";
+    if (said.find("second function") == std::string::npos) return "an update outside of a step: " + said;
+  }
+  if (world.rank() == 2) std::raise(SIGKILL);
+  return elastic->together([&] { return fmt::format("{:x}", test::hash_of(wrapped.state(*net), *net)); });
+}
+
+TEST_F(ElasticSecondOwner, ELA01_a_step_that_all_ranks_skip_in_their_update_changes_nothing) {
+  std::string expected;
+  for (const bool takes_part : {false, true}) {
+    ForkedHosts hosts(
+        {1, 1, 1}, [&](const World& world) { return skip_a_step(world, 4, -1, takes_part); }, over("tcp"));
+    const auto ended = hosts.wait(30);
+    if (!takes_part) expected = ended[0].text;
+    for (const int rank : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, expected);
+  }
+  EXPECT_EQ(expected.find("error"), std::string::npos) << expected;
+}
+
+// In the next step, or at the end of what they do together.
+TEST_F(ElasticSecondOwner, ELA02_a_step_that_some_ranks_skip_is_an_error_on_all) {
+  for (const int steps : {2, 3}) {
+    ForkedHosts hosts(
+        {1, 1},
+        [&](const World& world) { return test::refusal<DisagreeError>([&] { skip_a_step(world, steps, /*by=*/1); }); },
+        over("tcp"));
+    for (const auto& one : hosts.wait(30)) EXPECT_THAT(one.text, testing::HasSubstr("on some ranks and not on others"));
+  }
+}
+
 // After Elastic, ranks own their shards alone again, and train on.
 TEST_F(ElasticSecondOwner, ELA04_a_training_goes_on_after_elastic) {
   ForkedHosts hosts(

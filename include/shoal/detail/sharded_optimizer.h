@@ -76,8 +76,10 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // Whether the last step() of an elastic job was refused before it changed anything, on all ranks of the host. Waits until they
   // have come so far.
   bool update_was_refused() const;
-  // After the update of an elastic job: whether it did not call step(), as others did.
+  // After the update of an elastic job: whether it did not call step(), as others did. Of second owners the others learn later.
   bool misses_update() const;
+  // Of second owners: how many updates this rank has made, for a comparison. One that all ranks leave out is a step that they skip.
+  std::optional<int64_t> updates_to_compare() const;
   // Whether other hosts hold the same shares, or average with them. The commit is then that of all hosts: map_on_host(), once all ranks of this host have
   // prepared; and commit_over_hosts(), as GuardedUpdate has it, once all ranks have come to a meeting after that, or it has failed.
   bool has_replicas() const;

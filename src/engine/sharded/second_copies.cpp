@@ -39,6 +39,12 @@ std::vector<int> second_owners(const std::vector<int>& hosts) {
   return owners;
 }
 
+void refuse_unequal_updates() {
+  throw DisagreeError(
+      "Elastic: the second function of step() has called the optimizer's step() on some ranks and not on others: call "
+      "it on all of them, or on none, as where all skip a step; start the job again from its last checkpoint");
+}
+
 SecondCopies::SecondCopies(const Reducer& reducer)
     : reducer_(reducer),
       group_(reducer.group()),
@@ -81,20 +87,23 @@ PendingExchange SecondCopies::follow(PendingExchange sum, size_t bucket, const L
 void SecondCopies::complete(const std::map<int, uint64_t>& values, uint64_t options, const Label& label) {
   bool current = true;
   for (size_t bucket = 0; bucket < copies_.size(); ++bucket) current = current && is_current(bucket);
-  std::vector<double> own(1 + 2 * (1 + owners_.size()), -std::numeric_limits<double>::infinity());
+  std::vector<double> own(1 + 2 * (2 + owners_.size()), -std::numeric_limits<double>::infinity());
   own[0] = current ? 0 : 1;
-  const auto show = [&](size_t place, uint64_t digest) {
-    own[1 + 2 * place] = static_cast<double>(digest >> 11);  // a double has 53 bits
-    own[2 + 2 * place] = -own[1 + 2 * place];
+  const auto show = [&](size_t place, double value) {
+    own[1 + 2 * place] = value;
+    own[2 + 2 * place] = -value;
   };
-  show(0, options);
-  for (const auto& [owner, digest] : values) show(1 + static_cast<size_t>(owner), digest);
-  const Label question{label.step, -1, "whether sums have changed since they were sent"};
+  const auto in_53_bits = [](uint64_t digest) { return static_cast<double>(digest >> 11); };  // which a double has
+  show(0, in_53_bits(options));
+  show(1, static_cast<double>(label.step));
+  for (const auto& [owner, digest] : values) show(2 + static_cast<size_t>(owner), in_53_bits(digest));
+  const Label question{reducer_.step(), -1, "whether sums have changed since they were sent"};
   const auto most = group_.all_reduce(own, ReduceOp::max, question);
   require_alike(most);
   if (most[0] == 0) return;
   for (size_t bucket = 0; bucket < copies_.size(); ++bucket) {
-    auto pending = exchange(bucket, {label.step, static_cast<int64_t>(bucket), reducer_.buckets()[bucket].names()});
+    auto pending =
+        exchange(bucket, {reducer_.step(), static_cast<int64_t>(bucket), reducer_.buckets()[bucket].names()});
     for (pending.complete(); pending.next_stage; pending.complete()) {
       pending = std::exchange(pending.next_stage, {})();
     }
@@ -106,6 +115,7 @@ void SecondCopies::require_alike(const std::vector<double>& most) const {
     const bool none = std::isinf(most[1 + 2 * place]);  // a rank without elements
     return !none && most[1 + 2 * place] != -most[2 + 2 * place];
   };
+  if (differs(1)) refuse_unequal_updates();
   if (differs(0)) {
     throw DisagreeError(
         "ranks have different options of the optimizer (learning rate, weight decay or others): change them alike on "
@@ -113,7 +123,7 @@ void SecondCopies::require_alike(const std::vector<double>& most) const {
         "rank before the step");
   }
   for (size_t rank = 0; rank < owners_.size(); ++rank) {
-    if (!differs(1 + rank)) continue;
+    if (!differs(2 + rank)) continue;
     throw DisagreeError(
         fmt::format("rank {} and rank {}, which own the same shards in an elastic job, have different values of them: "
                     "change parameters between "

@@ -14,6 +14,9 @@ namespace shoal {
 // ranks; with one host, the next rank. hosts: by rank, as returned by hosts_of(). Several ranks at least.
 std::vector<int> second_owners(const std::vector<int>& hosts);
 
+// DisagreeError: some ranks have not updated in a step in which others have.
+[[noreturn]] void refuse_unequal_updates();
+
 // Sums of gradients that this rank holds a second time. An owner sends its sum of a bucket once the bucket is reduced, while backward
 // computes the next ones. What changes a sum later is noticed by its tensor's version; then complete() sends all sums again.
 class SecondCopies {
@@ -33,7 +36,8 @@ class SecondCopies {
   // Chains the messages about a bucket to its reduction.
   PendingExchange follow(PendingExchange sum, size_t bucket, const Label& label);
   // All copies are as the sums are at present. values: by first owner, digest of what this rank has of its shard. options: digest of the
-  // optimizer's. DisagreeError if the owners of a shard have other values, or ranks other options. Collective.
+  // optimizer's. label: with the number of updates so far. DisagreeError if the owners of a shard have other values, or ranks other
+  // options or numbers. Collective.
   void complete(const std::map<int, uint64_t>& values, uint64_t options, const Label& label);
   // Runs `change`, which does the same to this rank's sums and to its copies.
   void change_alike(const std::function<void()>& change);

@@ -5,10 +5,12 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <unordered_map>
 #include <utility>
 
+#include "engine/sharded/second_copies.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "memory/views.h"
 #include "optim/param_groups.h"
@@ -169,9 +171,13 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
     values[1] = static_cast<double>(own.made);
     values[2] = -values[1];
   }
+  const bool counts_updates = state.second && !comes && !own.former;
+  for (const double sign : {1, -1})
+    values.push_back(counts_updates ? sign * static_cast<double>(state.steps) : nothing);
   for (const bool is : {state.second.has_value(), comes, own.before.has_value(), written}) values.push_back(is ? 1 : 0);
   const auto most = group.all_reduce(values, ReduceOp::max, {-1, -1, "whose shards count"});
-  if (most[4] == 0 && !has_pages) return;  // ranks share their memory, as before
+  if (std::isfinite(most[4]) && most[4] != -most[5]) refuse_unequal_updates();
+  if (most[6] == 0 && !has_pages) return;  // ranks share their memory, as before
   const bool had_second = state.second.has_value();
   if (!had_second) state.second.emplace();
   auto& second = *state.second;
@@ -184,9 +190,9 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
   }
   second.made = second.sealed;
   second.tries = static_cast<int64_t>(most[3]) + 1;
-  second.grows = most[5] != 0;
-  if (most[7] != 0) second.before.reset();
-  if (most[6] != 0 && most[7] == 0 && !second.before) second.before.emplace();  // this rank has come since
+  second.grows = most[7] != 0;
+  if (most[9] != 0) second.before.reset();
+  if (most[8] != 0 && most[9] == 0 && !second.before) second.before.emplace();  // this rank has come since
   if (second.former) return;
   const torch::NoGradGuard no_grad;
   if (!had_second) {

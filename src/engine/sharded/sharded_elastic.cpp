@@ -63,8 +63,12 @@ bool ShardedOptimizerBase::update_was_refused() const {
 
 bool ShardedOptimizerBase::misses_update() const {
   const auto& guarded = state_->guarded;
-  if (state_->has_second()) return state_->commit.passed;
+  if (state_->has_second()) state_->commit.passed = false;
   return guarded && !guarded->is_updated() && !guarded->is_left_by_all();
+}
+
+std::optional<int64_t> ShardedOptimizerBase::updates_to_compare() const {
+  return state_->has_second() ? std::optional(state_->steps) : std::nullopt;
 }
 
 bool ShardedOptimizerBase::has_replicas() const {
