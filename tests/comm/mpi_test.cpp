@@ -2,14 +2,13 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <climits>
-#include <cmath>
-#include <utility>
+#include <stdexcept>
+#include <vector>
 
 #include "shoal/error.h"
 #include "shoal/group.h"
-#include "tests/support/world.h"
+#include "tests/comm/host_inputs.h"
 
 namespace shoal::mpi_test {
 namespace {
@@ -27,55 +26,19 @@ int size() {
 
 // Small numbers, so that every dtype holds every result exactly, except averages.
 at::Tensor input(int rank, int64_t numel, at::ScalarType dtype) {
-  auto values = (at::arange(numel, at::kLong) * 7 + rank * 13) % 5;
-  if (dtype == at::kBool) return values.gt(1);
-  return (dtype == at::kByte ? values : values - 2).to(dtype);
+  constexpr int64_t period = 5;
+  const auto numbers = (at::arange(period, at::kLong) * 7 + rank * 13) % period;
+  const auto values = dtype == at::kBool ? numbers.gt(1) : (dtype == at::kByte ? numbers : numbers - 2).to(dtype);
+  return values.repeat({numel / period + 1}).narrow(0, 0, numel).clone();
 }
 
-double naive(ReduceOp op, const std::vector<double>& values) {
-  double total = values[0];
-  for (size_t i = 1; i < values.size(); ++i) {
-    const auto bits = static_cast<int64_t>(total);
-    const auto other = static_cast<int64_t>(values[i]);
-    switch (op) {
-      case ReduceOp::sum:
-      case ReduceOp::avg:
-      case ReduceOp::premul_sum:
-        total += values[i];
-        break;
-      case ReduceOp::min:
-        total = std::min(total, values[i]);
-        break;
-      case ReduceOp::max:
-        total = std::max(total, values[i]);
-        break;
-      case ReduceOp::product:
-        total *= values[i];
-        break;
-      case ReduceOp::band:
-        total = static_cast<double>(bits & other);
-        break;
-      case ReduceOp::bor:
-        total = static_cast<double>(bits | other);
-        break;
-      case ReduceOp::bxor:
-        total = static_cast<double>(bits ^ other);
-        break;
-    }
-  }
-  if (op == ReduceOp::avg) total /= static_cast<double>(values.size());
-  return total;
-}
-
+// From sums and bits in numbers that hold each of them exactly.
 at::Tensor expected(ReduceOp op, int64_t numel, at::ScalarType dtype) {
-  std::vector<at::Tensor> inputs;
-  for (int rank = 0; rank < size(); ++rank) inputs.push_back(input(rank, numel, dtype).to(at::kDouble));
-  auto result = at::empty({numel}, at::kDouble);
-  for (int64_t i = 0; i < numel; ++i) {
-    std::vector<double> values;
-    for (const auto& each : inputs) values.push_back(each.data_ptr<double>()[i]);
-    result.data_ptr<double>()[i] = naive(op, values);
-  }
+  const bool bitwise = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
+  const auto exact = bitwise ? at::kLong : at::kDouble;
+  auto result = input(0, numel, dtype).to(exact);
+  for (int rank = 1; rank < size(); ++rank) result = test::combine(result, input(rank, numel, dtype).to(exact), op);
+  if (op == ReduceOp::avg) result = result / size();
   return result.to(dtype);
 }
 
