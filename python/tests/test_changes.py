@@ -15,7 +15,8 @@ import models
 import shoal
 from loops import assert_close, backward, each_strategy, train_alone
 from ranks import on_ranks
-from test_wrappers import losses_of
+from test_local_training import decentralized, local_updates, shard_gossip
+from test_wrappers import STRATEGIES, group_over, losses_of
 
 
 def test_PY05_changes_of_the_module_and_copies_are_refused():
@@ -243,3 +244,43 @@ def test_PY05_a_module_whose_child_refers_to_it_is_freed_after_its_wrapper():
         assert kept() is None
 
     each_strategy(frees)
+
+
+LOCAL = {wrap.__name__: lambda net, group, kind, wrap=wrap: wrap(net, group) for wrap in (local_updates, decentralized, shard_gossip)}
+
+
+def mapped_again(tensor):
+    """The tensor as a process has it to which it was sent."""
+    memory = torch.UntypedStorage._new_shared_fd_cpu(*tensor.untyped_storage()._share_fd_cpu_())
+    return torch.empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY05_parameters_that_other_processes_get_are_trained_all_the_same(transport):
+    def trains(rank):
+        group = group_over(transport)
+        for strategy, wrap in (STRATEGIES | LOCAL).items():
+            in_pages = transport == "tcp" and strategy == "fsdp"
+            losses = []
+            for shares in (False, True):
+                net = models.make("gpt")
+                model, optimizer = wrap(net, group, None)
+                losses.append(losses_of(model, optimizer, "gpt", steps=2))
+                if shares and not in_pages:
+                    net.share_memory()
+                elif shares:
+                    with model.summon_full_params(writeback=False):
+                        net.share_memory()
+                        sent = mapped_again(net.norm.weight)
+                        assert torch.equal(sent, net.norm.weight)
+                seen = None if in_pages or not shares else [mapped_again(one) for one in net.parameters()]
+                losses[-1] += losses_of(model, optimizer, "gpt", steps=2)
+                with torch.no_grad():
+                    net.norm.weight.mul_(0.5)  # counts once
+                losses[-1] += losses_of(model, optimizer, "gpt", steps=2)
+                if seen:
+                    for now, one in zip(seen, net.parameters(), strict=True):
+                        assert one.is_shared() and torch.equal(now, one), strategy
+            torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0, msg=f"{strategy} {losses}")
+
+    on_ranks(trains)

@@ -92,6 +92,12 @@ at::Tensor Pager::leave_to_holders(const at::Tensor& former) {
   return make_tensor(index);
 }
 
+// PyTorch moves a storage's memory in place where another process gets it, which then has the values of that moment.
+void Pager::point_to_memory(Page& page) {
+  auto* storage = page.storage.unsafeGetStorageImpl();
+  if (storage->data() != page.memory.data_ptr()) storage->set_data_ptr_noswap(pointer_to(page.memory));
+}
+
 // Frees the page's memory; its tensors stay.
 void Pager::free_memory(Page& page) {
   store(page);
@@ -226,7 +232,11 @@ void Pager::begin_use(std::string_view op, std::span<c10::StorageImpl* const> me
   require_room(op, memory);
   for (auto* storage : memory) ++pages_[index_.at(storage)]->users;
   auto unpin = c10::make_scope_exit([&] { unuse(memory); });
-  for (auto* storage : memory) unshard(index_.at(storage));
+  for (auto* storage : memory) {
+    auto& page = *pages_[index_.at(storage)];
+    unshard(index_.at(storage));
+    point_to_memory(page);
+  }
   unpin.release();
 }
 

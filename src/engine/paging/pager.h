@@ -142,6 +142,7 @@ class Pager : private MemoryUser {
   void fetch_ahead();
   void make_room(const Page* next);
   void free_memory(Page& page);
+  static void point_to_memory(Page& page);
   void count();
   void check_order(Pass pass);
   void reshard_unused();

@@ -39,6 +39,7 @@ ParameterBuffer::ParameterBuffer(const Group& group, std::vector<at::Tensor> par
   const torch::NoGradGuard no_grad;
   for (size_t piece = 0; piece < parameters.size(); ++piece) {
     homes_.push_back(home_of(part(layout_.range(piece)), parameters[piece]));
+    places_.push_back(homes_.back().storage().data());
     const auto mine = layout_.range(piece).intersect(own_);
     if (mine.empty()) continue;
     part(mine).copy_(
@@ -59,7 +60,8 @@ ParameterBuffer::~ParameterBuffer() {
     unwatch(homes_[piece].storage().unsafeGetStorageImpl(), *this);
     const auto& parameter = parameters()[piece];
     const bool used_elsewhere = parameter.use_count() > 1;
-    if (used_elsewhere && same_view(parameter, homes_[piece])) parameter.set_data(at::clone(parameter.detach()));
+    if (!used_elsewhere || !same_view(parameter, homes_[piece])) continue;
+    parameter.set_data(moved(piece) ? view_like(homes_[piece], 0, parameter) : at::clone(parameter.detach()));
   }
 }
 
@@ -69,6 +71,44 @@ void ParameterBuffer::publish(const Label& label) {
 
 void ParameterBuffer::wait(const Label& label) {
   memory_.wait_published(version_, label);
+  const std::lock_guard lock(mutex_);
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    if (moved(piece) && !written_[piece]) refresh(piece);
+  }
+}
+
+void ParameterBuffer::refresh(size_t piece) {
+  const torch::NoGradGuard no_grad;
+  const UnwatchedOperators own;
+  in_memory_order(homes_[piece]).copy_(part(layout_.range(piece)));
+}
+
+void ParameterBuffer::take_own(size_t piece) {
+  const torch::NoGradGuard no_grad;
+  const UnwatchedOperators own;
+  const auto range = layout_.range(piece);
+  const auto mine = range.intersect(own_);
+  if (mine.empty()) return;
+  part(mine).copy_(in_memory_order(homes_[piece]).narrow(0, mine.begin - range.begin, mine.size()));
+}
+
+void ParameterBuffer::take_moved() {
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    if (moved(piece)) take_own(piece);
+  }
+}
+
+void ParameterBuffer::leave_moved() {
+  const std::lock_guard lock(mutex_);
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    if (moved(piece) && !written_[piece]) set_place(piece, part(layout_.range(piece)));
+  }
+}
+
+void ParameterBuffer::set_place(size_t piece, const at::Tensor& memory) {
+  auto* storage = homes_[piece].storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(pointer_to(memory));
+  places_[piece] = storage->data();
 }
 
 void ParameterBuffer::before_write(std::string_view, c10::StorageImpl* storage) {
@@ -85,9 +125,8 @@ void ParameterBuffer::before_write(std::string_view, c10::StorageImpl* storage) 
 }
 
 void ParameterBuffer::make_private(size_t piece) {
-  if (private_[piece]) return;
-  auto* storage = homes_[piece].storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece)).clone()));
+  if (private_[piece] || moved(piece)) return;
+  set_place(piece, part(layout_.range(piece)).clone());
   private_[piece] = true;
 }
 
@@ -101,6 +140,7 @@ void ParameterBuffer::leave_to_holders() {
     make_private(piece);
     unwatch(home.storage().unsafeGetStorageImpl(), *this);
     home = home_of(part(layout_.range(piece)), home);
+    places_[piece] = home.storage().data();
     shoal::watch(home.storage().unsafeGetStorageImpl(), *this, Watched::writes);
     private_[piece] = false;
   }
@@ -116,12 +156,10 @@ void ParameterBuffer::end_private(bool keep) {
   const UnwatchedOperators own;
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
-    const auto range = layout_.range(piece);
-    const auto mine = range.intersect(own_);
-    if (keep && private_[piece] && !mine.empty()) {
-      part(mine).copy_(in_memory_order(homes_[piece]).narrow(0, mine.begin - range.begin, mine.size()));
-    }
+    const bool elsewhere = moved(piece);
+    if (keep && (private_[piece] || elsewhere)) take_own(piece);
     point_to_buffer(piece);
+    if (!keep && elsewhere) refresh(piece);
   }
 }
 
@@ -138,9 +176,10 @@ std::vector<size_t> ParameterBuffer::changed() const {
 
 void ParameterBuffer::point_to_buffer(size_t piece) {
   if (!private_[piece]) return;
-  auto* storage = homes_[piece].storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece))));
   private_[piece] = false;
+  if (!moved(piece)) {
+    set_place(piece, part(layout_.range(piece)));
+  }
 }
 
 void ParameterBuffer::bind(size_t piece) {
@@ -161,7 +200,7 @@ void ParameterBuffer::adopt(const Label& label) {
     const auto range = layout_.range(piece);
     const auto mine = range.intersect(own_);
     const auto& parameter = parameters()[piece];
-    const bool in_place = !shared() && same_view(parameter, homes_[piece]);
+    const bool in_place = !private_[piece] && !moved(piece) && same_view(parameter, homes_[piece]);
     if (mine.empty() || in_place) continue;
     part(mine).copy_(values_like(homes_[piece], parameter).narrow(0, mine.begin - range.begin, mine.size()));
   }
@@ -170,6 +209,7 @@ void ParameterBuffer::adopt(const Label& label) {
   const std::lock_guard lock(mutex_);
   for (const auto piece : pieces) {
     bind(piece);
+    if (moved(piece)) refresh(piece);
     watch_.note(piece);
   }
   any_written_ = false;

@@ -23,6 +23,10 @@ namespace shoal {
 // detach() and views. In shared memory, every rank would see such a write and repeat it. The first write therefore
 // gives the parameter a private copy on this rank, so that each rank sees its own writes only, as in one process.
 // adopt() publishes these values. Operators of the engine itself run under UnwatchedOperators.
+//
+// PyTorch moves a storage's memory in place where other processes of the program get it (share_memory(), a queue of
+// torch.multiprocessing). A parameter stays in such memory, so that they see what they would see of PyTorch: wait() copies
+// the values of all ranks there.
 class ParameterBuffer : private MemoryUser {
  public:
   // Moves the parameters into the buffer; the owner's values of each range are used. Collective.
@@ -45,6 +49,11 @@ class ParameterBuffer : private MemoryUser {
   void publish(const Label& label);
   // Waits for the last published values of all ranks.
   void wait(const Label& label);
+  // Before publish(), if an optimizer has updated the parameters themselves: takes over this rank's values from memory
+  // that was moved.
+  void take_moved();
+  // Parameters whose memory was moved are in the buffer again, without changed() ones.
+  void leave_moved();
 
   // Leaves the former memory of replaced parameters to a program that still holds it (own = p.data(), to be put back),
   // with a copy of the values, which every rank may overwrite from now on. Not collective.
@@ -69,6 +78,12 @@ class ParameterBuffer : private MemoryUser {
  private:
   void before_write(std::string_view op, c10::StorageImpl* storage) override;
   void make_private(size_t piece);
+  // Whether the parameter's place was moved to other memory in place.
+  bool moved(size_t piece) const { return homes_[piece].storage().data() != places_[piece]; }
+  // This rank's part of the buffer takes the values of the parameter's place.
+  void take_own(size_t piece);
+  void refresh(size_t piece);
+  void set_place(size_t piece, const at::Tensor& memory);
   // Binds the parameter to its place in this rank's view of the buffer.
   void bind(size_t piece);
   void point_to_buffer(size_t piece);
@@ -77,7 +92,8 @@ class ParameterBuffer : private MemoryUser {
   HostSharedBuffer memory_;
   Range own_;
   int64_t version_ = 0;
-  std::vector<at::Tensor> homes_;  // one storage each, so that it can point elsewhere for a while
+  std::vector<at::Tensor> homes_;    // one storage each, so that it can point elsewhere for a while
+  std::vector<const void*> places_;  // where they were made to point
   ParameterWatch watch_;
   std::atomic<bool> notices_ = true;
   std::atomic<bool> any_written_ = false;

@@ -45,6 +45,7 @@ class InParameters : public ParameterGather {
   void notice_writes(bool on) override { buffer_.notice_writes(on); }
   void make_private() override { buffer_.make_private(); }
   void end_private(bool keep) override { buffer_.end_private(keep); }
+  void leave_moved() override { buffer_.leave_moved(); }
   bool shared() const override { return buffer_.shared(); }
 
  private:

@@ -49,6 +49,7 @@ class ParameterGather {
   // See ParameterBuffer. Parameters in other memory have no private copies.
   virtual void make_private() {}
   virtual void end_private(bool /*keep*/) {}
+  virtual void leave_moved() {}
 
   // For elastic jobs, of pages: elements() has those of these ranges, too, zeros at first, which other ranks own. What is written to
   // the page reaches them.

@@ -68,6 +68,10 @@ ParamGroups ShardedOptimizerCore::State::shares_of(const ParamGroups& groups) {
 void ShardedOptimizerCore::State::adopt_values() {
   for (const auto& module : modules) module->require_kinds();
   for (const auto& module : modules) module->adopt_changes(label("replaced parameters"));
+  if (!has_commit()) return;
+  for (const auto& module : modules) {
+    module->visit_gathers([](const std::string&, ParameterGather& gather) { gather.leave_moved(); });
+  }
 }
 
 void ShardedOptimizerCore::State::begin_step() {

@@ -4,6 +4,8 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <cstddef>
+
 #include "memory/views.h"
 #include "shoal/error.h"
 
@@ -81,9 +83,22 @@ void GossipBucket::require_kinds() const {
   }
 }
 
+bool GossipBucket::any_moved() const {
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const auto& range = layout_.range(i);
+    const auto* place = static_cast<const std::byte*>(flat_.const_data_ptr()) + range.begin * flat_.element_size();
+    if (!range.empty() && homes_[i].storage().data() != place) return true;
+  }
+  return false;
+}
+
 void GossipBucket::adopt() {
   require_kinds();
   if (!flat_.defined()) return;
+  if (any_moved()) {
+    flat_.reset();
+    return;
+  }
   const torch::NoGradGuard no_grad;
   for (size_t i = 0; i < members_.size(); ++i) {
     auto& parameter = members_[i].parameter;

@@ -27,7 +27,8 @@ class GossipBucket {
 
   // UsageError if a member's dtype or number of elements has changed.
   void require_kinds() const;
-  // Moves members whose memory was replaced back to flat(), with their present values. None may be on another's memory.
+  // Moves members whose memory was replaced back to flat(), with their present values. None may be on another's memory. Where
+  // PyTorch has moved memory in place, for other processes (share_memory()), members keep to their own from then on.
   void adopt();
   // x <- own * x + others [numel()]. Overwrites `others`.
   void mix(double own, at::Tensor& others);
@@ -42,6 +43,8 @@ class GossipBucket {
   std::unique_ptr<torch::optim::LRScheduler> schedule{};
 
  private:
+  bool any_moved() const;
+
   std::vector<NamedParameter> members_;
   std::vector<at::Tensor> homes_;
   FlatLayout layout_;

@@ -211,6 +211,7 @@ void FullyShardedCore::release() {
       gather.end_private(/*keep=*/!hold.left_out.contains(unit));
     });
     shards.groups.shard.barrier(label).wait();  // all ranks have written theirs
+    for_gathers(shards, [](const std::string&, ParameterGather& gather) { gather.wait(label); });
   }
   for (const auto& piece : shards.module->pieces()) piece.take_back();
   for (const auto& piece : shards.module->second_pieces()) piece.take_back();

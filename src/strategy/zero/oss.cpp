@@ -111,12 +111,15 @@ void OSSCore::State::adopt_values() {
       values.push_back({describe(parameter) + " of OSS", digest_of(parameter)});
     }
   }
-  if (values.empty()) return;
-  for (const auto& buffer : buffers) buffer->leave_to_holders();
-  agree_on_values(group, values);
-  for (const auto& buffer : buffers) {
-    if (!buffer->changed().empty()) buffer->adopt(label("replaced parameters"));
+  if (!values.empty()) {
+    for (const auto& buffer : buffers) buffer->leave_to_holders();
+    agree_on_values(group, values);
+    for (const auto& buffer : buffers) {
+      if (!buffer->changed().empty()) buffer->adopt(label("replaced parameters"));
+    }
   }
+  if (!has_commit()) return;
+  for (const auto& buffer : buffers) buffer->leave_moved();  // other ranks may have to finish the update
 }
 
 OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,

@@ -233,7 +233,10 @@ void OSSCore::State::hand_out(const char* what, const std::vector<int>& changed)
       if (changed.empty() || changed[i] != 0) act(*buffers[i]);
     }
   };
-  each([&](ParameterBuffer& buffer) { buffer.publish(label(what)); });
+  each([&](ParameterBuffer& buffer) {
+    buffer.take_moved();
+    buffer.publish(label(what));
+  });
   each([&](ParameterBuffer& buffer) { buffer.wait(label(what)); });
 }
 
