@@ -49,8 +49,16 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
     def run(rank):
         seen = []
         end = Moment(rank, victim, where, died_at)
+        nets = []
+
+        def wrap(net):
+            nets.append(net)
+            return STRATEGIES[strategy](net)
 
         def moment(place, at):
+            if (place, at, victim) == ("forward", 1, 2):  # as where another process evaluates
+                for parameter in nets[0].parameters():
+                    parameter.share_memory_()
             if (place, at) == (end.where, end.step):
                 torch.save(seen, tmp_path / "victim")
             if (place, at, where, rank) == ("update", died_at, "in update", victim):
@@ -58,7 +66,7 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
                 DyingAdamW.dies_after = 0
             end(place, at)
 
-        return train(moment, seen, STRATEGIES[strategy]), seen, dist.get_rank(), dist.get_world_size()
+        return train(moment, seen, wrap), seen, dist.get_rank(), dist.get_world_size()
 
     outcomes = Ranks(run, ranks=3).outcomes(timeout=60)
     assert outcomes[victim][1] == "exit code -9"
