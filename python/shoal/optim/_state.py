@@ -92,13 +92,43 @@ def changed_options(
     parameter = torch.nn.Parameter(torch.ones((2,) * dimensions))
     parameter.grad = torch.ones_like(parameter)
     try:
-        optimizer = make([{**group, "params": [parameter]}])
-        before = dict(optimizer.param_groups[0])
-        optimizer.step()
+        with torch.random.fork_rng(devices=[]):
+            optimizer = make([{**group, "params": [parameter]}])
+            before = dict(optimizer.param_groups[0])
+            optimizer.step()
         after = optimizer.param_groups[0]
         return sorted(key for key in after if key != "params" and (key not in before or after[key] != before[key]))
     except Exception:  # it cannot take such a step
         return []
+
+
+def depends_on_others(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], dimensions: int
+) -> bool:
+    """Whether the update of a small parameter is another beside a second one, as where step() clips by the norm of all. False
+    for a class that cannot take such steps, or draws random numbers."""
+
+    def steps(beside: bool, seed: int) -> list[torch.Tensor]:
+        shape = tuple(range(2, 2 + dimensions))
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for _ in range(2 if beside else 1)]
+        torch.manual_seed(seed)
+        optimizer = make([{**group, "params": parameters}])
+        for gradients in ((30.0, 1e4), (20.0, 1.0)):  # another ratio each time: Adam's update does not depend on the scale
+            for parameter, gradient in zip(parameters, gradients, strict=False):
+                parameter.grad = torch.full(shape, gradient)
+            optimizer.step()
+        kept = optimizer.state[parameters[0]].values()
+        return [parameters[0].detach(), *(value for value in kept if isinstance(value, torch.Tensor))]
+
+    def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        return all(torch.allclose(one, other, rtol=1e-4) for one, other in zip(ones, others, strict=True))
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone = steps(beside=False, seed=1)
+            return same(alone, steps(beside=False, seed=2)) and not same(alone, steps(beside=True, seed=1))
+    except Exception:  # of a class of the user's own
+        return False
 
 
 def loaded_options(
