@@ -1,11 +1,13 @@
 """PyTorch's own schedules on every optimizer: rates and losses are those of one process with the same schedule."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.optim import lr_scheduler as schedules
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import models
 import shoal
@@ -137,6 +139,38 @@ def test_PY06_a_schedule_goes_on_with_a_loaded_optimizer():
                 assert [group["lr"] for group in optimizer.param_groups] == rates[step], (strategy, step)
 
     on_ranks(trains, timeout=100)
+
+
+def test_PY06_hooks_of_all_optimizers_are_called_once_per_step():
+    class Own(torch.optim.SGD):  # whose step is tried when it is wrapped
+        pass
+
+    def trains(rank):
+        called = []
+        hooks = [
+            register_optimizer_step_pre_hook(lambda *_: called.append("before")),
+            register_optimizer_step_post_hook(lambda *_: called.append("after")),
+        ]
+        made = {name: functools.partial(wrap, group=None, kind=None) for name, wrap in STRATEGIES.items()}
+        made["own"] = lambda net: (net, shoal.optim.DistributedOptimizer(net, Own, lr=0.1))
+
+        def local_updates(net):
+            inner = torch.optim.SGD(net.parameters(), lr=0.1)
+            inner.register_step_post_hook(lambda *_: called.append("own"))
+            torch.optim.lr_scheduler.StepLR(inner, 5)
+            return net, shoal.optim.LocalUpdates(net, inner, every=2)
+
+        made["local_updates"] = local_updates
+        for name, make in made.items():
+            model, optimizer = make(models.make("lstm"))
+            losses_of(model, optimizer, "lstm", steps=2)
+            expected = ["before", *(["own"] if name == "local_updates" else []), "after"] * 2
+            assert called == expected, (name, called)
+            called.clear()
+        for hook in hooks:
+            hook.remove()
+
+    on_ranks(trains)
 
 
 def test_PY06_lbfgs_under_data_parallelism():

@@ -85,6 +85,27 @@ def _check_shapes(entry: dict[str, Any], parameter: torch.Tensor, kept: _Kept) -
             )
 
 
+def step_within(optimizer: torch.optim.Optimizer) -> None:
+    """A step of an optimizer that works for another one, or on trial, without the hooks of all optimizers
+    (register_optimizer_step_post_hook), which the other one's step() calls, once per step. Its own are called."""
+    step = type(optimizer).step
+    patched = vars(optimizer).get("step")
+    of_schedule = getattr(patched, "_wrapped_by_lr_sched", False)
+    if not getattr(step, "hooked", False) or (patched is not None and not of_schedule):
+        optimizer.step()
+        return
+    if of_schedule:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    arguments: tuple[Any, ...] = (optimizer,)
+    keywords: dict[str, Any] = {}
+    for before in optimizer._optimizer_step_pre_hooks.values():
+        changed = before(optimizer, arguments, keywords)
+        arguments, keywords = (arguments, keywords) if changed is None else changed
+    step.__wrapped__(*arguments, **keywords)  # type: ignore[attr-defined]
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, arguments, keywords)
+
+
 def changed_options(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], dimensions: int
 ) -> list[str]:
@@ -95,7 +116,7 @@ def changed_options(
         with torch.random.fork_rng(devices=[]):
             optimizer = make([{**group, "params": [parameter]}])
             before = dict(optimizer.param_groups[0])
-            optimizer.step()
+            step_within(optimizer)
         after = optimizer.param_groups[0]
         return sorted(key for key in after if key != "params" and (key not in before or after[key] != before[key]))
     except Exception:  # it cannot take such a step
@@ -116,7 +137,7 @@ def depends_on_others(
         for gradients in ((30.0, 1e4), (20.0, 1.0)):  # another ratio each time: Adam's update does not depend on the scale
             for parameter, gradient in zip(parameters, gradients, strict=False):
                 parameter.grad = torch.full(shape, gradient)
-            optimizer.step()
+            step_within(optimizer)
         kept = optimizer.state[parameters[0]].values()
         return [parameters[0].detach(), *(value for value in kept if isinstance(value, torch.Tensor))]
 
@@ -197,7 +218,7 @@ def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dim
     try:
         with torch.random.fork_rng(devices=[]):  # a class may draw random numbers, which are the program's
             optimizer = make([{**group, "params": [parameter]}])
-            optimizer.step()
+            step_within(optimizer)
     except Exception:  # of a class of the user's own
         return None
     entries = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
