@@ -7,6 +7,8 @@ namespace shoal::python {
 
 namespace py = pybind11;
 
+// Errors, and how they pass through PyTorch's own bindings.
+void bind_errors(py::module_& module);
 // Groups, worlds and the backend of torch.distributed.
 void bind_backend(py::module_& module);
 // Wrappers of Python's modules, and optimizers.

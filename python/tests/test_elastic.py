@@ -18,6 +18,7 @@ from elastic_loop import (
     X,
     Y,
     distance,
+    flat,
     loss_of,
     make_net,
     make_optimizer,
@@ -104,6 +105,58 @@ def test_ELA04_shards_over_sockets_have_second_owners(victim, where):
         assert outcomes[rank][0], outcomes[rank]
         assert outcomes[rank][1][2] == 2
         assert outcomes[rank][1][0] == outcomes[left[0]][1][0]
+
+
+@pytest.mark.parametrize(("where", "victim"), [("forward", 1), ("backward", 0), ("evaluation", 1)])
+def test_ELA04_a_rank_dies_while_the_others_gather_units(where, victim):
+    """What an operator throws there has passed through PyTorch's bindings before Elastic sees it."""
+
+    def make():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(6, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)]
+        return torch.nn.Sequential(*layers).double()
+
+    def run(rank):
+        net, now = make(), ["nowhere"]
+        model = shoal.nn.FullyShardedDataParallel(net, auto_wrap_policy=torch.nn.Linear, unit_limit=2, prefetch_units=0)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        elastic = shoal.Elastic(model, optimizer, on_change=lambda change: None)
+
+        def come_by(module, inputs, output):
+            end = Moment(rank, victim, where, 1)
+            end(now[0], elastic.steps)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: end("backward", elastic.steps))
+
+        net[1].register_forward_hook(come_by)
+
+        def evaluate():
+            now[0] = "evaluation"
+            with torch.no_grad():
+                total = loss_of(model(X), Y)
+            dist.all_reduce(total)
+            return total.item() / dist.get_world_size()
+
+        while elastic.steps < 3:
+            now[0] = "forward"
+            if elastic.step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step):
+                optimizer.zero_grad()
+            assert elastic.together(evaluate) > 0
+        return elastic.together(lambda: flat(model)), dist.get_world_size()
+
+    tcp = shoal.distributed.Options(transport="tcp")
+    outcomes = Ranks(run, ranks=3, init={"pg_options": tcp}).outcomes(timeout=60)
+    assert outcomes[victim][1] == "exit code -9"
+    net = make()
+    optimizer = make_optimizer(net)
+    for _ in range(3):
+        loss_of(net(X), Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in {0, 1, 2} - {victim}:
+        assert outcomes[rank][0], outcomes[rank]
+        assert outcomes[rank][1][1] == 2
+        assert distance(outcomes[rank][1][0], flat(net)) < 1e-12
 
 
 def test_ELA05_a_python_program_keeps_the_global_batch():

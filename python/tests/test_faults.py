@@ -105,6 +105,50 @@ def test_PY04_a_killed_rank_is_named_on_all_others():
         assert seconds < 3 and culprit == 1
 
 
+def test_PY04_what_fails_in_an_operator_or_a_backward_is_an_error_of_shoal():
+    """PyTorch's bindings, which call them, know RuntimeError only."""
+
+    tcp = shoal.distributed.Options(transport="tcp")
+
+    def run(rank):
+        x = torch.ones(4, 8)
+
+        def units():
+            net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+            options = {"auto_wrap_policy": torch.nn.Linear, "unit_limit": 2, "prefetch_units": 0}
+            return net, shoal.nn.FullyShardedDataParallel(net, dist.new_group([0, 1]), **options)
+
+        (net, forwards), (_, backwards), read, read_by_name = units(), units(), units(), units()
+        sharded = backwards(x).sum()
+        normalised = shoal.nn.SyncBatchNorm(8)(x * torch.rand(4, 8)).sum()
+        ours = shoal.nn.DistributedDataParallel(torch.nn.Linear(8, 8), dist.new_group([0, 1]))
+        replicated = ours(x).sum()
+        theirs = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), process_group=dist.new_group([0, 1]))
+        of_pytorch = theirs(x).sum()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls = {
+            "forward": lambda: forwards(x),
+            "backward": sharded.backward,
+            "backward of SyncBatchNorm": normalised.backward,
+            "backward of DistributedDataParallel": replicated.backward,
+            "an operator": lambda: read[0][2].weight.clone(),
+            "one by its name": lambda: torch.ops.aten.mm(x, read_by_name[0][2].weight),
+        }
+        for call in calls.values():
+            with pytest.raises(shoal.CommError, match="is gone") as raised:
+                call()
+            assert raised.value.rank == 1
+        with pytest.raises(shoal.CommError, match="is gone"):
+            of_pytorch.backward()
+        with pytest.raises(shoal.UsageError, match="takes the parameters of 4 units at once"):
+            torch._foreach_norm(list(net.parameters()))
+        return "all of them"
+
+    outcomes = Ranks(run, init={"pg_options": tcp}).outcomes(timeout=60)
+    assert outcomes[0][1] == "all of them", outcomes[0]
+
+
 def test_PY04_a_late_rank_is_named_after_the_timeout():
     def run(rank):
         if rank == 1:

@@ -92,7 +92,7 @@ def test_PY05_clipping_is_right_or_names_the_call():
         for step in range(3):
             losses.append(backward(model, step))
             if strategy in SHARDED and step == 0:
-                with pytest.raises(RuntimeError, match="clip with"):
+                with pytest.raises(shoal.UsageError, match="clip with"):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if own:
                 own(0.1)
@@ -126,7 +126,7 @@ def test_PY06_torch_optim_on_sharded_parameters_and_torch_scalers():
                 return losses
 
             if strategy in SHARDED:
-                with pytest.raises(RuntimeError, match="takes the gradient of parameter .*, which .* has reduced"):
+                with pytest.raises(shoal.UsageError, match="takes the gradient of parameter .*, which .* has reduced"):
                     steps()
             else:
                 assert_close(steps(), alone()[0])
@@ -187,7 +187,7 @@ def test_PY05_profilers_and_conversions_to_what_the_module_is_beside_the_step(ca
         model.to("cpu").float()  # as evaluations begin, while gradients are there
         small_steps(model, optimizer)
         if strategy in SHARDED:
-            with pytest.raises(RuntimeError, match=r"aten::_to_copy takes .*\(to convert the module, call zero_grad"):
+            with pytest.raises(shoal.UsageError, match=r"aten::_to_copy takes .*\(to convert the module, call zero_grad"):
                 model.to(torch.float64)
 
     each_strategy(trains)

@@ -1,20 +1,20 @@
-#include "engine/gradients/autograd_error.h"
+#include "base/called_by_pytorch.h"
 
 namespace shoal {
 namespace {
 
-AutogradErrorTranslator& translator() {
-  static AutogradErrorTranslator instance;
+ErrorTranslator& translator() {
+  static ErrorTranslator instance;
   return instance;
 }
 
 }  // namespace
 
-void set_autograd_error_translator(AutogradErrorTranslator chosen) {
+void set_error_translator(ErrorTranslator chosen) {
   translator() = std::move(chosen);
 }
 
-void translate_autograd_error(const std::exception_ptr& error) {
+void translate_error(const std::exception_ptr& error) {
   if (translator()) translator()(error);
 }
 

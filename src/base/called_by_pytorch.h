@@ -1,6 +1,7 @@
 #pragma once
-// Errors of hooks in backward. Autograd carries them to whoever called backward; a binding of another language may turn
-// them into its own there, since autograd's own binding knows no classes of shoal.
+// Errors of what PyTorch calls: hooks and nodes of a backward, and observers of operators. PyTorch carries them to whoever
+// called it; a binding of another language may turn them into its own where they begin, since PyTorch's own binding knows
+// no classes of shoal.
 
 #include <exception>
 #include <functional>
@@ -9,20 +10,20 @@
 
 namespace shoal {
 
-// Called with the error, on the thread of the hook. It may throw another instead; otherwise the error goes on.
-using AutogradErrorTranslator = std::function<void(const std::exception_ptr& error)>;
+// Called with the error, on the thread where it was thrown. It may throw another instead; otherwise the error goes on.
+using ErrorTranslator = std::function<void(const std::exception_ptr& error)>;
 
-// Not thread-safe: set it before the first backward.
-void set_autograd_error_translator(AutogradErrorTranslator translator);
-void translate_autograd_error(const std::exception_ptr& error);
+// Not thread-safe: set it before the first operator.
+void set_error_translator(ErrorTranslator translator);
+void translate_error(const std::exception_ptr& error);
 
-// Runs what autograd has called.
+// Runs what PyTorch has called.
 template <class Act>
-void in_autograd(const Act& act) {
+auto called_by_pytorch(const Act& act) {
   try {
-    act();
+    return act();
   } catch (const Error&) {
-    translate_autograd_error(std::current_exception());
+    translate_error(std::current_exception());
     throw;
   }
 }

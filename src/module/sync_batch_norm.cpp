@@ -8,6 +8,7 @@
 
 #include <numeric>
 
+#include "base/called_by_pytorch.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -90,6 +91,17 @@ class Normalise : public torch::autograd::Function<Normalise> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& outputs) {
+    return called_by_pytorch([&] { return gradients(context, outputs); });
+  }
+
+ private:
+  struct Carried : torch::CustomClassHolder {
+    explicit Carried(Group of) : group(std::move(of)) {}
+    Group group;
+  };
+
+  static torch::autograd::variable_list gradients(torch::autograd::AutogradContext* context,
+                                                  const torch::autograd::variable_list& outputs) {
     if (at::GradMode::is_enabled()) {
       throw UsageError(
           "SyncBatchNorm: backward with create_graph is not supported: its gradient cannot be differentiated again");
@@ -120,12 +132,6 @@ class Normalise : public torch::autograd::Function<Normalise> {
     }
     return {input_gradient, weight_gradient, bias_gradient, {}, {}, {}};
   }
-
- private:
-  struct Carried : torch::CustomClassHolder {
-    explicit Carried(Group of) : group(std::move(of)) {}
-    Group group;
-  };
 };
 
 }  // namespace

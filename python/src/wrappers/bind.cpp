@@ -1,7 +1,6 @@
 #include "wrappers/bind.h"
 
 #include "bindings.h"
-#include "engine/gradients/autograd_error.h"
 #include "engine/gradients/gradient_stand_in.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_values.h"
@@ -68,44 +67,7 @@ OptimizerState from_dict(const py::dict& dict) {
   return state;
 }
 
-namespace {
-
-// Raises an error of a hook as its class in Python, so that loss.backward() does.
-void raise_in_backward(const std::exception_ptr& error) {
-  const py::gil_scoped_acquire lock;
-  const auto raise = [](const char* name, const std::exception& held) {
-    const auto type = py::module_::import("shoal").attr(name);
-    auto value = type(held.what());
-    if (const auto* comm = dynamic_cast<const CommError*>(&held)) {
-      value.attr("rank") = comm->rank();
-      value.attr("group_ended") = dynamic_cast<const GroupEnded*>(comm) != nullptr;
-    }
-    PyErr_SetObject(type.ptr(), value.ptr());
-    python_error raised;
-    raised.persist();
-    throw raised;
-  };
-  try {
-    std::rethrow_exception(error);
-  } catch (const UsageError& held) {
-    raise("UsageError", held);
-  } catch (const DisagreeError& held) {
-    raise("DisagreeError", held);
-  } catch (const CommError& held) {
-    raise("CommError", held);
-  } catch (const StepAbandoned& held) {
-    raise("StepAbandoned", held);
-  } catch (const JobLost& held) {
-    raise("JobLost", held);
-  } catch (const Error& held) {
-    raise("Error", held);
-  }
-}
-
-}  // namespace
-
 void bind_wrappers(py::module_& module) {
-  set_autograd_error_translator(&raise_in_backward);
   register_python_state();
   let_stand_ins_pass_to(true);
   py::class_<Mirror, std::shared_ptr<Mirror>>(module, "Mirror")

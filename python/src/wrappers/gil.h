@@ -1,6 +1,7 @@
 #pragma once
 // Python's lock around what C++ owns and calls.
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -34,9 +35,23 @@ struct DeleteUnlocked {
 template <class T>
 using Held = std::unique_ptr<T, DeleteUnlocked>;
 
+// The frame of Python that this thread has left for C++ of shoal; nullptr: none. Only compared.
+inline PyFrameObject*& frame_left() {
+  thread_local PyFrameObject* frame = nullptr;
+  return frame;
+}
+
+// Whether C++ of shoal, which catches errors by their classes in C++, has called what runs here, and no Python in between.
+// Call it with the lock.
+inline bool is_called_by_shoal() {
+  return frame_left() != nullptr && PyEval_GetFrame() == frame_left();
+}
+
 // `act` without the lock, for whatever waits or computes. An exception of Python code that it has called stays what it is.
 template <class Act>
 auto unlocked(Act&& act) {
+  const auto restore =
+      c10::make_scope_exit([former = std::exchange(frame_left(), PyEval_GetFrame())] { frame_left() = former; });
   try {
     const py::gil_scoped_release released;
     return act();

@@ -5,6 +5,15 @@
 #include "base/start_thread.h"
 
 namespace shoal {
+namespace {
+
+FutureErrorMaker make_future_error = nullptr;
+
+}  // namespace
+
+void set_future_error(FutureErrorMaker make) {
+  make_future_error = make;
+}
 
 BackendWork::BackendWork(std::shared_ptr<BackendFlight> flight, std::shared_ptr<Progress> progress, Parts parts,
                          bool waited_for)
@@ -68,7 +77,7 @@ c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
         // Callbacks of the future may wait for other futures, as PyTorch's hooks of PowerSGD do.
         if (const auto alive = progress.lock()) alive->make_way();
         if (const auto error = flight->error()) {
-          future->setError(error);
+          future->setError(make_future_error != nullptr ? make_future_error(error) : error);
         } else {
           future->markCompleted(c10::IValue(results));
         }

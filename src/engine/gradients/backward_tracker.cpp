@@ -7,7 +7,7 @@
 
 #include <exception>
 
-#include "engine/gradients/autograd_error.h"
+#include "base/called_by_pytorch.h"
 #include "engine/gradients/graph_walk.h"
 #include "shoal/error.h"
 
@@ -92,7 +92,7 @@ void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs, const std:
       if (reached) *reached = true;
       if (alive.expired()) return;
       const auto held = lock();
-      in_autograd([&] { watch(Until::this_one); });
+      called_by_pytorch([&] { watch(Until::this_one); });
     });
   }
 }
@@ -119,7 +119,8 @@ void BackwardTracker::watch(Until until) {
 void BackwardTracker::follow(Until until) {
   const auto watch = std::make_shared<Watch>(*this, until);
   under_way_ = watch;
-  torch::autograd::Engine::get_default_engine().queue_callback([this, watch] { in_autograd([&] { ended(*watch); }); });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [this, watch] { called_by_pytorch([&] { ended(*watch); }); });
 }
 
 void BackwardTracker::ended(Watch& watch) {

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
-#include "engine/gradients/autograd_error.h"
+#include "base/called_by_pytorch.h"
 
 namespace shoal {
 
@@ -34,7 +34,7 @@ void GradientHooks::attach(size_t gradient, Accumulator accumulator) {
   }
   auto after = std::make_unique<torch::autograd::utils::LambdaPostHook>(
       [this, gradient](const variable_list& outputs, const variable_list&) -> variable_list {
-        in_autograd([&] { arrived_(gradient); });
+        called_by_pytorch([&] { arrived_(gradient); });
         return outputs;
       });
   entry.after = entry.accumulator->add_post_hook(std::move(after));

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/gradients/autograd_error.h"
+#include "base/called_by_pytorch.h"
 
 namespace shoal {
 namespace {
@@ -32,7 +32,7 @@ void remove_hook_of_cpp(const at::Tensor& parameter, unsigned number) {
 }  // namespace
 
 torch::autograd::variable_list BeforeNode::operator()(const torch::autograd::variable_list& gradients) {
-  in_autograd(act_);
+  called_by_pytorch(act_);
   return gradients;
 }
 
@@ -43,7 +43,7 @@ void erase_hook(std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& 
 
 TensorHook::TensorHook(const at::Tensor& parameter, std::function<void()> act) : parameter_(parameter) {
   if (!has_only_hooks_of_python(parameter)) {
-    number_ = parameter.register_hook([act = std::move(act)](const at::Tensor&) { in_autograd(act); });
+    number_ = parameter.register_hook([act = std::move(act)](const at::Tensor&) { called_by_pytorch(act); });
     return;
   }
   auto before = std::make_unique<BeforeNode>(std::move(act));

@@ -9,7 +9,7 @@
 
 namespace shoal {
 
-// Calls an exception-safe version of `act` (autograd_error.h) before the node of a backward that it belongs to.
+// Calls an exception-safe version of `act` (called_by_pytorch.h) before the node of a backward that it belongs to.
 class BeforeNode : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeNode(std::function<void()> act) : act_(std::move(act)) {}

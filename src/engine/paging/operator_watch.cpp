@@ -18,6 +18,7 @@
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "base/called_by_pytorch.h"
 #include "engine/wrapper/normal_mode.h"
 
 namespace shoal {
@@ -125,14 +126,7 @@ class Uses {
 
   void begin() {
     if (uses_.empty()) return;
-    const UnwatchedOperators own;  // operators that observers call
-    const NormalMode outside;
-    for (; begun_ < uses_.size(); ++begun_) {
-      if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);
-    }
-    for (const auto& use : uses_) {
-      for (auto* storage : use.written) use.user->before_write(op_, storage);
-    }
+    called_by_pytorch([this] { tell_users(); });
   }
 
  private:
@@ -142,6 +136,17 @@ class Uses {
     Memory memory;
     c10::SmallVector<c10::StorageImpl*, 1> written;
   };
+
+  void tell_users() {
+    const UnwatchedOperators own;  // operators that observers call
+    const NormalMode outside;
+    for (; begun_ < uses_.size(); ++begun_) {
+      if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);
+    }
+    for (const auto& use : uses_) {
+      for (auto* storage : use.written) use.user->before_write(op_, storage);
+    }
+  }
 
   Use& use_of(MemoryUser& user) {
     auto* place = std::find_if(uses_.begin(), uses_.end(), [&](const Use& use) { return use.user == &user; });
