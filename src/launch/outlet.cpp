@@ -1,7 +1,10 @@
 #include "launch/outlet.h"
 
+#include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <sys/stat.h>
+#include <termios.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +12,25 @@
 #include <climits>
 
 namespace shoal {
+namespace {
+
+// The same terminal in an open file of its own; -1: `fd` is none, or it cannot be opened. A write to a terminal that does not read
+// blocks although poll() has said that it is ready, and O_NONBLOCK at `fd` would be that of all processes that share it.
+int open_again(int fd) {
+  if (isatty(fd) == 0) return -1;
+  const int flags = O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC;
+  const int again = open(fmt::format("/proc/self/fd/{}", fd).c_str(), flags);
+  const bool controls = tcgetsid(fd) >= 0;  // then it may be opened even where it is another user's, as after su
+  return again < 0 && controls ? open("/dev/tty", flags) : again;
+}
+
+}  // namespace
+
+Outlet::Outlet(int fd) : own_(open_again(fd)), fd_(own_ >= 0 ? own_ : fd) {}
+
+Outlet::~Outlet() {
+  if (own_ >= 0) close(own_);
+}
 
 void Outlet::add(std::string_view text, int writer, bool ends) {
   if (error_ == 0) {
@@ -22,7 +44,7 @@ void Outlet::drain() {
   while (written_ < waiting_.size()) {
     pollfd room{fd_, POLLOUT, 0};
     if (poll(&room, 1, 0) != 1) break;
-    // A pipe that is ready accepts at least PIPE_BUF bytes.
+    // A pipe that is ready accepts at least PIPE_BUF bytes, and a terminal that was opened again what it has room for.
     const auto count = write(fd_, waiting_.data() + written_, std::min<size_t>(PIPE_BUF, waiting_.size() - written_));
     if (count >= 0) {
       written_ += static_cast<size_t>(count);

@@ -9,8 +9,13 @@ namespace shoal {
 // Never blocks, so that signals and deadlines are handled whatever the reader does.
 class Outlet {
  public:
-  explicit Outlet(int fd) : fd_(fd) {}
+  // fd: must stay open as long as this object.
+  explicit Outlet(int fd);
+  ~Outlet();
+  Outlet(const Outlet&) = delete;
+  Outlet& operator=(const Outlet&) = delete;
 
+  // For poll().
   int fd() const { return fd_; }
   // Adds whole lines, or part of a writer's line. A line that another writer has not finished is ended first, so that those of
   // several ranks do not mix.
@@ -29,6 +34,7 @@ class Outlet {
   static constexpr size_t most_waiting = 1 << 20;
   static constexpr int nobody = -1;
 
+  int own_;  // opened for this object; -1: none
   int fd_;
   std::string waiting_;
   size_t written_ = 0;  // bytes of `waiting_` that were written

@@ -1,6 +1,8 @@
 // `shoal launch`: any program on N ranks, with no process left behind.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -531,6 +533,23 @@ TEST(Launch, a_reader_that_has_stopped_cannot_hold_the_launcher) {
            until_up(folder, 2) + "sleep 1; kill -TERM $pid; wait $pid; echo ended with $? >&2; } | sleep 12"},
       30);
   EXPECT_TRUE(contains(ended, "ended with 130")) << ended.output;
+}
+
+// A terminal takes less than it is given although it is ready.
+TEST(Launch, a_terminal_that_nobody_reads_cannot_hold_the_launcher) {
+  for (const auto* signal : {"TERM", "HUP"}) {
+    const TempFolder folder;
+    const int reader = posix_openpt(O_RDWR | O_NOCTTY);
+    ASSERT_TRUE(reader >= 0 && grantpt(reader) == 0 && unlockpt(reader) == 0);
+    const auto ended = run({"sh", "-c",
+                            std::string(SHOAL) + " launch -n 2 -- sh -c 'touch " + folder.file("up") +
+                                "$RANK; exec yes' > " + ptsname(reader) + " 2>&1 & pid=$!; " + until_up(folder, 2) +
+                                "sleep 1; kill -" + signal + " $pid; wait $pid; echo ended with $?"},
+                           20);
+    close(reader);
+    EXPECT_EQ(ended.output, "ended with 130\n") << signal;
+    EXPECT_LT(ended.seconds, 10) << signal;
+  }
 }
 
 // Lines that are too long come in parts, none of which has another rank's text.
