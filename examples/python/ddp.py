@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
 
-    dist.init_process_group("shoal")
+    dist.init_process_group("shoal", init_method="shoal://")  # of any launcher, or alone
     torch.manual_seed(0)
     wrap = shoal.nn.DistributedDataParallel if options.wrapper == "shoal" else nn.parallel.DistributedDataParallel
     model: nn.Module = wrap(make_model())

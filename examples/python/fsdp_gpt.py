@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
 
-    dist.init_process_group("shoal")
+    dist.init_process_group("shoal", init_method="shoal://")  # of any launcher, or alone
     torch.manual_seed(0)
     model = shoal.nn.FullyShardedDataParallel(GPT(), auto_wrap_policy=Block, param_dtype=torch.bfloat16)
     optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.AdamW, lr=2e-3)
