@@ -29,7 +29,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose param groups are those of the whole model, and whose state is spread over the ranks.
 
     Schedules change param_groups as usual. state_dict() has the format of torch.optim, with the whole state, so that an
-    optimizer of one process, or another strategy, loads it; it is collective.
+    optimizer of one process, or another strategy, loads it; it is collective. Parameters without elements have no state,
+    except under OSS.
     """
 
     def __init__(self, recipe: Recipe, core: Any, group: _C.Group) -> None:

@@ -118,7 +118,10 @@ void Mirror::refresh_table(Table& table) {
     if (buffer && !slot.tensor.defined()) {
       refuse(*slot.key, "None when the module was wrapped, so that no rank synchronises or saves it");
     }
-    if (!buffer || now == Py_None) refuse(*slot.key, "replaced by another object");
+    if (!buffer || now == Py_None) {
+      refuse(*slot.key,
+             "replaced by another object (for torch.func.functional_call(), give it the module, model.module)");
+    }
     slot.tensor.set_data(checked(now, table.owner + slot.key->cast<std::string>()).detach());
     *slot.value = py::reinterpret_borrow<py::object>(now);
   }
