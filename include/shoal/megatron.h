@@ -8,6 +8,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -223,6 +224,11 @@ class DistributedOptimizer : public DistributedOptimizerCore {
   DistributedOptimizer(const Modules& chunks, const Defaults& defaults, const Group& group,
                        const DistributedOptimizerOptions& options = {})
       : DistributedOptimizer(chunks, ParamGroups(), defaults, group, options) {}
+  // Chunks of one type by their holders: {first, second}. Of several types: by `ptr()`, as Modules.
+  template <class Module, class Defaults>
+  DistributedOptimizer(std::initializer_list<torch::nn::ModuleHolder<Module>> chunks, const Defaults& defaults,
+                       const Group& group, const DistributedOptimizerOptions& options = {})
+      : DistributedOptimizer(modules_of(chunks), defaults, group, options) {}
   template <class Module, class Defaults>
   DistributedOptimizer(std::shared_ptr<Module> module, const Defaults& defaults, const Group& group,
                        const DistributedOptimizerOptions& options = {})
@@ -234,6 +240,14 @@ class DistributedOptimizer : public DistributedOptimizerCore {
   template <detail::BareModule Bare, class... Rest>
   explicit DistributedOptimizer(Bare&& module, Rest&&... rest)
       : DistributedOptimizer(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
+
+ private:
+  template <class Module>
+  static Modules modules_of(std::initializer_list<torch::nn::ModuleHolder<Module>> chunks) {
+    Modules modules;
+    for (const auto& chunk : chunks) modules.push_back(chunk.ptr());
+    return modules;
+  }
 };
 
 }  // namespace shoal

@@ -282,6 +282,10 @@ class MuonWithAdamW : public detail::OptimizerBase<MuonOptions, MuonParamState> 
   MuonWithAdamW(const ParamGroups& groups, const MuonOptions& defaults);
   // Two groups of a module's parameters: weights of two dimensions except embeddings', and the rest.
   static ParamGroups groups_of(const torch::nn::Module& module);
+  template <class Module>
+  static ParamGroups groups_of(const torch::nn::ModuleHolder<Module>& module) {
+    return groups_of(*module);
+  }
   // UsageError for a group of Muon's with other parameters than matrices.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -340,6 +344,10 @@ struct DecaySplit {
 // parameters with "bias" in their own name, and torch::nn::LayerNorm's weights of any shape. Move others, such as
 // embeddings, by hand. Not collective.
 DecaySplit split_by_decay(const torch::nn::Module& module);
+template <class Module>
+DecaySplit split_by_decay(const torch::nn::ModuleHolder<Module>& module) {
+  return split_by_decay(*module);
+}
 
 template <class Options>
 struct DecayGroups {
@@ -366,6 +374,10 @@ DecayGroups<Options> decay_groups(const torch::nn::Module& module, const Options
   made.groups.emplace_back(std::move(split.decayed), std::make_unique<Options>(options));
   made.groups.emplace_back(std::move(split.spared), std::make_unique<Options>(spared));
   return made;
+}
+template <class Module, class Options>
+DecayGroups<Options> decay_groups(const torch::nn::ModuleHolder<Module>& module, const Options& options) {
+  return decay_groups(static_cast<const torch::nn::Module&>(*module), options);
 }
 
 }  // namespace shoal

@@ -2,10 +2,13 @@
 // SyncBatchNorm: batch normalisation with statistics over the samples of all ranks, in forward and backward.
 
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/pimpl.h>
 
 #include <memory>
 #include <optional>
+#include <type_traits>
 
+#include "shoal/error.h"
 #include "shoal/group.h"
 
 namespace shoal {
@@ -57,5 +60,16 @@ TORCH_MODULE(SyncBatchNorm);
 // them as SyncBatchNorm.
 std::shared_ptr<torch::nn::Module> convert_sync_batch_norm(const std::shared_ptr<torch::nn::Module>& module,
                                                            const Group& group);
+// The same for a module's holder, such as a Sequential. UsageError if the module itself is a batch norm.
+template <class Holder>
+requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> Holder
+convert_sync_batch_norm(const Holder& module, const Group& group) {
+  const std::shared_ptr<torch::nn::Module> held = module.ptr();
+  if (convert_sync_batch_norm(held, group) == held) return module;
+  throw UsageError(
+      "convert_sync_batch_norm: the module itself is a batch norm, and its holder can hold no other type; declare it "
+      "as "
+      "shoal::SyncBatchNorm");
+}
 
 }  // namespace shoal

@@ -76,6 +76,15 @@ class OSSCore : public ShardedOptimizerBase {
   // modules, call them for each.
   OptimizerState state_dict(const torch::nn::Module& module, std::optional<int> recipient = std::nullopt) const;
   void load_state_dict(const torch::nn::Module& module, const OptimizerState& state);
+  template <class Module>
+  OptimizerState state_dict(const torch::nn::ModuleHolder<Module>& module,
+                            std::optional<int> recipient = std::nullopt) const {
+    return state_dict(*module, recipient);
+  }
+  template <class Module>
+  void load_state_dict(const torch::nn::ModuleHolder<Module>& module, const OptimizerState& state) {
+    load_state_dict(*module, state);
+  }
 
   // Owners of the parameters that were trainable when the shares were made (constructor or refresh_trainable()) or
   // before. Equal on all ranks. Not collective.

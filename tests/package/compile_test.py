@@ -56,6 +56,14 @@ RIGHT = [
     "shoal::OSS<torch::optim::Adam> sharded(model->parameters(), 1e-3, world.group());",
     "shoal::DistributedOptimizer<shoal::Lamb> sharded(model, 1e-3, world.group());",
     "parallel(x).sum().backward();",
+    "model = shoal::convert_sync_batch_norm(model, world.group());",
+    "shoal::OSS<torch::optim::Adam> sharded(model->parameters(), 1e-3, world.group()); "
+    "sharded.load_state_dict(model, sharded.state_dict(model, 0));",
+    "shoal::load_optimizer_state(optimizer, model, shoal::optimizer_state(optimizer, model));",
+    "const auto [groups, defaults] = shoal::decay_groups(model, torch::optim::AdamWOptions(1e-3));",
+    "shoal::split_by_decay(model); shoal::MuonWithAdamW::groups_of(model);",
+    "torch::nn::Sequential first, second; shoal::DistributedOptimizer<shoal::FusedAdamW> "
+    "sharded({first, second}, torch::optim::AdamWOptions(1e-3), world.group());",
     "shoal::FullyShardedDataParallel whole(model, world.group()); whole(x).sum().backward();",
 ]
 

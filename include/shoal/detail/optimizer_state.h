@@ -2,6 +2,7 @@
 // Full optimizer state by parameter name, independent of how it is sharded over ranks.
 
 #include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
 #include <map>
@@ -34,5 +35,15 @@ enum class StateDtypes { of_parameters, kept };
 OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
 void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                           const OptimizerState& state, StateDtypes dtypes = StateDtypes::of_parameters);
+template <class Module>
+OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer,
+                               const torch::nn::ModuleHolder<Module>& module) {
+  return optimizer_state(optimizer, *module);
+}
+template <class Module>
+void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::ModuleHolder<Module>& module,
+                          const OptimizerState& state, StateDtypes dtypes = StateDtypes::of_parameters) {
+  load_optimizer_state(optimizer, *module, state, dtypes);
+}
 
 }  // namespace shoal
