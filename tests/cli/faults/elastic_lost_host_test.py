@@ -21,7 +21,7 @@ from hosts import Hosts  # noqa: E402
 
 HOSTS, RANKS = 3, 2
 SILENCE, TIMEOUT = 2, 6  # seconds
-LONGEST = 60  # until all have ended
+LONGEST = 150  # until all have ended
 
 
 def lines_of(path):
