@@ -105,8 +105,8 @@ struct Misfits {
   std::vector<int> later;
   std::string transport;
   std::string said;
-  bool frozen = false;   // a parameter
-  double rate = 0.01;    // of those that come
+  bool frozen = false;  // a parameter
+  double rate = 0.01;   // of those that come
 };
 
 void expect_misfits(const Misfits& misfits) {
