@@ -282,10 +282,6 @@ class MuonWithAdamW : public detail::OptimizerBase<MuonOptions, MuonParamState> 
   MuonWithAdamW(const ParamGroups& groups, const MuonOptions& defaults);
   // Two groups of a module's parameters: weights of two dimensions except embeddings', and the rest.
   static ParamGroups groups_of(const torch::nn::Module& module);
-  template <class Module>
-  static ParamGroups groups_of(const torch::nn::ModuleHolder<Module>& module) {
-    return groups_of(*module);
-  }
   // UsageError for a group of Muon's with other parameters than matrices.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
   at::Tensor step(LossClosure closure = nullptr) override;

@@ -61,7 +61,7 @@ RIGHT = [
     "sharded.load_state_dict(model, sharded.state_dict(model, 0));",
     "shoal::load_optimizer_state(optimizer, model, shoal::optimizer_state(optimizer, model));",
     "const auto [groups, defaults] = shoal::decay_groups(model, torch::optim::AdamWOptions(1e-3));",
-    "shoal::split_by_decay(model); shoal::MuonWithAdamW::groups_of(model);",
+    "shoal::split_by_decay(model);",
     "torch::nn::Sequential first, second; shoal::DistributedOptimizer<shoal::FusedAdamW> "
     "sharded({first, second}, torch::optim::AdamWOptions(1e-3), world.group());",
     "shoal::FullyShardedDataParallel whole(model, world.group()); whole(x).sum().backward();",
