@@ -89,7 +89,8 @@ struct Precision {
   // bfloat16 autocast; parameters, gradients and their sums are float32.
   static Precision bf16_mixed() { return {.compute = at::kBFloat16}; }
   static Precision fp16_mixed() { return {.compute = at::kHalf, .scaler = GradScalerOptions{.initial_scale = 65536}}; }
-  // 16-bit parameters, for strategies that keep float32 main copies; with other strategies small updates are lost.
+  // 16-bit parameters, for strategies that keep float32 main copies (Megatron, FSDP, shard gossip). Under others small
+  // updates are lost without an error: take bf16_mixed(), which is what other libraries call bf16.
   static Precision bf16() { return {.parameters = at::kBFloat16}; }
   static Precision fp16() { return {.parameters = at::kHalf, .scaler = GradScalerOptions{.initial_scale = 65536}}; }
 

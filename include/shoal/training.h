@@ -293,10 +293,14 @@ std::vector<std::string> strategies_with(const std::string& option);
 // do.
 OptionValues option_values(const Strategy& strategy, const StrategyOptions& options);
 
-// Precision for float32, float64, bf16_mixed, fp16_mixed or bf16 under the strategy: with float32 main copies, mixed
-// means 16-bit parameters; without, it means computing in 16 bits. UsageError for another name.
+// Precision for float32, float64, bf16_mixed, fp16_mixed, bf16 or bf16_pure under the strategy: with float32 main copies,
+// mixed means 16-bit parameters; without, it means computing in 16 bits. bf16: bfloat16 parameters with float32 copies;
+// bf16_pure: without, for strategies that keep none, where small updates are lost. UsageError for another name, and for
+// these two under a strategy of the other kind.
 Precision precision_of(const std::string& strategy, const std::string& name);
 std::vector<std::string> precision_names();
+// Names that precision_of() takes under the strategy.
+std::vector<std::string> precision_names(const std::string& strategy);
 
 // Implementation of make_training() for a module of any type, also for bindings. Collective.
 std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
@@ -311,7 +315,7 @@ Replanned replan_core(std::unique_ptr<TrainingCore>& core, const std::string& st
                       const std::optional<TrainingOptions>& options);
 // The options for a strategy when none are given. Those of the same strategy stay; for another one, `options` and
 // communication_hook are left out, and precision is what precision_of() has for it under the same name (bf16_mixed: 16-bit
-// parameters with float32 main copies, or autocast). UsageError for a schedule that it does not take.
+// parameters with float32 main copies, or autocast), the same one if it has none. UsageError for a schedule that it does not take.
 TrainingOptions options_for(const TrainingCore& core, const std::string& strategy);
 
 namespace detail {

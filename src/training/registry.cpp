@@ -67,6 +67,18 @@ void check_arguments(const Strategy& strategy, const OptimizerRecipe& recipe, co
   if (options.options.contains("compress")) refuse("communication_hook and the option compress exclude each other");
 }
 
+// Elsewhere bf16 is the name of what is bf16_mixed here.
+[[noreturn]] void refuse_bf16(const std::string& strategy) {
+  std::vector<std::string> keeping;
+  for (const auto& other : registry()) {
+    if (other.main_copies) keeping.push_back(other.name);
+  }
+  throw UsageError(
+      fmt::format("bf16: strategy {} keeps no float32 copies of bfloat16 parameters, which lose small updates; take "
+                  "bf16_mixed, a strategy with float32 copies ({}), or bf16_pure for bfloat16 alone",
+                  strategy, fmt::join(keeping, ", ")));
+}
+
 }  // namespace
 
 bool Strategy::has(const std::string& option) const {
@@ -122,14 +134,24 @@ OptionValues option_values(const Strategy& strategy, const StrategyOptions& opti
 }
 
 std::vector<std::string> precision_names() {
-  return {"float32", "bf16_mixed", "fp16_mixed", "bf16", "float64"};
+  return {"float32", "bf16_mixed", "fp16_mixed", "bf16", "bf16_pure", "float64"};
+}
+
+std::vector<std::string> precision_names(const std::string& strategy) {
+  auto names = precision_names();
+  std::erase(names, find_strategy(strategy).main_copies ? "bf16_pure" : "bf16");
+  return names;
 }
 
 Precision precision_of(const std::string& strategy, const std::string& name) {
   const bool main_copies = find_strategy(strategy).main_copies;
+  if (name == "bf16" && !main_copies) refuse_bf16(strategy);
+  if (name == "bf16_pure" && main_copies) {
+    throw UsageError(fmt::format("bf16_pure: strategy {} keeps float32 copies of the parameters; take bf16", strategy));
+  }
   if (name == "float32") return Precision::float32();
   if (name == "float64") return Precision::float64();
-  if (name == "bf16") return Precision::bf16();
+  if (name == "bf16" || name == "bf16_pure") return Precision::bf16();
   if (name == "bf16_mixed") return main_copies ? Precision::bf16() : Precision::bf16_mixed();
   if (name == "fp16_mixed") return main_copies ? Precision::fp16() : Precision::fp16_mixed();
   throw UsageError(fmt::format("unknown precision '{}'; choose from {}", name, fmt::join(precision_names(), ", ")));

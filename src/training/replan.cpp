@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <set>
@@ -258,7 +259,7 @@ class Change {
 
 // The names that precision_of() knows; empty: none of them.
 std::string name_of(const std::string& strategy, const Precision& precision) {
-  for (const auto& name : precision_names()) {
+  for (const auto& name : precision_names(strategy)) {
     const auto named = precision_of(strategy, name);
     const bool same = named.parameters == precision.parameters && named.compute == precision.compute &&
                       named.scaler.has_value() == precision.scaler.has_value();
@@ -291,7 +292,8 @@ TrainingOptions options_for(const TrainingCore& core, const std::string& strateg
   options.options.clear();
   options.communication_hook.reset();
   const auto name = name_of(core.strategy().name, options.precision);
-  if (name.empty()) return options;
+  const auto here = precision_names(strategy);
+  if (std::find(here.begin(), here.end(), name) == here.end()) return options;
   const auto scaler = options.precision.scaler;  // with the settings that it has
   options.precision = precision_of(strategy, name);
   if (scaler) options.precision.scaler = scaler;

@@ -39,7 +39,7 @@ TEST(Completion, bash_offers_commands_options_and_values) {
   EXPECT_THAT(offered({"shoal", "checkpoint", ""}), ElementsAre("inspect", "verify", "export", "reshard"));
   EXPECT_THAT(offered({"shoal", "train", "--strat"}), ElementsAre("--strategy"));
   EXPECT_THAT(offered({"shoal", "train", "--strategy", "zer"}), ElementsAre("zero1", "zero2"));
-  EXPECT_THAT(offered({"shoal", "train", "--eval", "--dtype", "bf16"}), ElementsAre("bf16_mixed", "bf16"));
+  EXPECT_THAT(offered({"shoal", "train", "--eval", "--dtype", "bf16"}), ElementsAre("bf16_mixed", "bf16", "bf16_pure"));
   EXPECT_THAT(offered({"shoal", "trace", "merge", "traces", "--out"}), ElementsAre("--output"));
   EXPECT_THAT(offered({"shoal", "topology", "one-peer-e"}), Contains("one-peer-exp"));
   EXPECT_THAT(offered({"shoal", "train", "--model", "mlp", "-"}), AllOf(Contains("--help"), Not(Contains("--html"))));

@@ -14,6 +14,7 @@ namespace {
 using testing::AllOf;
 using testing::Contains;
 using testing::HasSubstr;
+using testing::Not;
 using testing::StartsWith;
 
 std::string refusal(const std::function<void()>& work) {
@@ -98,6 +99,20 @@ TEST(Registry, mixed_precision_is_as_the_strategy_does_it) {
   EXPECT_EQ(precision_of("ddp", "bf16_mixed").parameters, at::kFloat);
   EXPECT_EQ(precision_of("fsdp", "bf16_mixed").parameters, at::kBFloat16);
   EXPECT_THAT(refusal([] { precision_of("ddp", "int8"); }), HasSubstr("float32, bf16_mixed"));
+}
+
+TEST(Registry, bf16_without_float32_copies_is_taken_by_its_own_name_only) {
+  for (const auto& strategy : strategy_names()) {
+    const bool copies = find_strategy(strategy).main_copies;
+    const auto *name = copies ? "bf16" : "bf16_pure", *other = copies ? "bf16_pure" : "bf16";
+    EXPECT_EQ(precision_of(strategy, name).parameters, at::kBFloat16) << strategy;
+    EXPECT_THAT(precision_names(strategy), Contains(name)) << strategy;
+    EXPECT_THAT(precision_names(strategy), Not(Contains(other))) << strategy;
+    EXPECT_THAT(refusal([&] { precision_of(strategy, other); }), HasSubstr("strategy " + strategy + " keeps"));
+  }
+  EXPECT_THAT(refusal([] { precision_of("zero1", "bf16"); }),
+              AllOf(StartsWith("bf16: strategy zero1"),
+                    HasSubstr("take bf16_mixed, a strategy with float32 copies (megatron"), HasSubstr("or bf16_pure")));
 }
 
 TEST(Registry, a_strategy_of_the_programs_own_is_one_of_them) {
