@@ -326,3 +326,34 @@ def test_PY05_parameters_that_other_processes_get_are_trained_all_the_same(trans
             torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0, msg=f"{strategy} {losses}")
 
     on_ranks(trains)
+
+
+def test_PY05_a_backward_through_a_graph_from_before_the_step_is_an_error_on_all_ranks():
+    def stale(rank):
+        for transport in ("host", "tcp"):
+            group = group_over(transport)
+            for strategy, wrap in (STRATEGIES | LOCAL).items():
+                torch.manual_seed(1)
+                nets = torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+                (generator, of_generator), (judge, of_judge) = (wrap(net, group, None) for net in nets)
+                noise = torch.randn(2, 3)
+
+                def judges(fake):
+                    loss = judge(fake).sigmoid().log().mean()
+                    loss.backward(retain_graph=True)
+                    of_judge.step()
+                    of_judge.zero_grad()
+                    return loss
+
+                for _ in range(2):  # as it should be
+                    judges(generator(noise).detach())
+                    (-judge(generator(noise)).sigmoid().log().mean()).backward()
+                    of_generator.step()
+                    for optimizer in (of_generator, of_judge):
+                        optimizer.zero_grad()
+                loss = judges(generator(noise).detach())
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+                dist.barrier()
+
+    on_ranks(stale)
