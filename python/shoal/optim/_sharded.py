@@ -64,7 +64,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._push()
         self._check_gradients_by_hand()
         self.last_step = StepResult(*self._core.step())
-        if self.last_step.updated:  # by other ranks or through other tensors, of which autograd does not know
+        # Other ranks or other tensors have written parameters, of which autograd does not know; not those of OSS on one rank.
+        if self.last_step.updated and (self._group.size > 1 or isinstance(self._core, _C.ShardedOptimizerCore)):
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             torch.autograd.graph.increment_version([one for one in parameters if one.grad is not None])
         return loss
