@@ -1,5 +1,6 @@
 """PY01, PY02: the backend over TCP, as between hosts."""
 
+import copy
 import time
 
 import pytest
@@ -81,3 +82,28 @@ def test_PY01_a_value_of_a_stranger_in_the_store_is_named():
             shoal._C.join_world(store, 0, 1, dist.default_pg_timeout, "auto")
 
     on_ranks(run, ranks=1)
+
+
+def test_PY06_sharded_parameters_over_tcp_are_transformed_and_copied():
+    def run(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+        alone = copy.deepcopy(net)
+        for parameter in alone.parameters():
+            dist.broadcast(parameter.data, 0)
+        model = shoal.nn.FullyShardedDataParallel(net, auto_wrap_policy=torch.nn.Linear)
+        x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3) / 6
+
+        def results(module):
+            direction = torch.ones_like(x)
+            jacobian = torch.func.jvp(module, (x,), (direction,))[1]
+            each = torch.func.vmap(module)(x)
+            return [jacobian, each, torch.func.grad(lambda v: module(v).sum())(x)]
+
+        for ours, theirs in zip(results(net), results(alone), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12)
+        with pytest.raises(RuntimeError, match=r"copy.deepcopy\(\), or of its clone\(\)"):
+            copy.deepcopy(net.state_dict())
+        kept = copy.deepcopy(model.state_dict())
+        assert all(torch.equal(kept[name], value) for name, value in alone.state_dict().items())
+
+    on_ranks(run, init={"pg_options": shoal.distributed.Options(transport="tcp")})

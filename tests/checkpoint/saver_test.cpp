@@ -298,7 +298,7 @@ TEST(Saver, BEY05_a_damaged_file_is_named_on_all_ranks_when_it_is_read) {
                                        {file, "damaged", "checksum"});
   EXPECT_NO_THROW(open_checkpoint(group(), folder / "run", /*verify=*/false).read("large"));
   expect_on_all_ranks<CheckpointError>([&] { open_checkpoint(group(), folder / "nothing"); },
-                                       {"no such file or folder"});
+                                       {"no such file or folder; load_latest()", "begin anew"});
 }
 
 TEST(Saver, BEY05_match_lists_what_differs) {

@@ -56,6 +56,7 @@ TEST(Compress, DDP11_fewer_bytes_travel_in_each_step) {
     const auto report = train("ddp", compress);
     if (report.is_null()) return 0.0;
     EXPECT_EQ(report["config"]["compress"], compress);
+    EXPECT_EQ(report["config"]["lr"], report["lr"].back()) << "also where it is the default";
     EXPECT_NEAR(last_loss(report), last_loss(plain), tolerance * last_loss(plain)) << compress;
     return bytes(report, 3) / bytes(plain, 3);
   };

@@ -210,7 +210,10 @@ TEST(SyncBatchNorm, SDP09_converts_what_stands_in_a_sequential) {
   model->to(at::kDouble);
   const auto before = model->parameters();
   const auto plain = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
-  EXPECT_EQ(convert_sync_batch_norm(model.ptr(), group()), model.ptr());
+  const auto impl = model.ptr();
+  model = convert_sync_batch_norm(model, group());
+  EXPECT_EQ(model.ptr(), impl);
+  EXPECT_EQ(convert_sync_batch_norm(model.ptr(), group()), impl);
   const auto after = model->parameters();
   ASSERT_EQ(after.size(), before.size());
   for (size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(after[i].is_same(before[i])) << "an optimizer has them";
@@ -239,6 +242,10 @@ TEST(SyncBatchNorm, SDP09_refuses_what_it_cannot_do) {
             std::string::npos);
   EXPECT_FALSE(typed->rest->ptr(0)->as<SyncBatchNormImpl>()) << "all or nothing";
   EXPECT_NE(refusal([&] { convert_sync_batch_norm(nullptr, group()); }), "nothing was refused");
+  EXPECT_NE(refusal([&] {
+              convert_sync_batch_norm(torch::nn::BatchNorm1d(channels), group());
+            }).find("itself is a batch norm"),
+            std::string::npos);
   SyncBatchNorm norm(BatchNormOptions(channels), group());
   EXPECT_NE(refusal([&] { norm(at::ones({2, 4})); }).find("[2, 4]; it must be [n, 3]"), std::string::npos);
   EXPECT_NE(refusal([&] { norm(at::ones({3})); }), "nothing was refused");

@@ -293,6 +293,9 @@ TEST(Replan, BEY15_precision_changes_with_exact_main_copies) {
   EXPECT_EQ(training->precision().compute, at::kBFloat16) << "bf16_mixed is autocast there";
   EXPECT_EQ(training.module()->first->weight.scalar_type(), at::kFloat);
   steps(training, 4, 5);
+  training.replan("ddp", {.precision = precision_of("ddp", "bf16_pure")});
+  training.replan("fsdp");
+  EXPECT_EQ(training.module()->first->weight.scalar_type(), at::kBFloat16) << "FSDP has no bf16_pure";
 }
 
 TEST(Replan, BEY15_the_loss_scaler_goes_over) {

@@ -118,7 +118,14 @@ CheckpointReader::Verified CheckpointReader::verify() const {
 CheckpointReader open_checkpoint(const Group& group, const fs::path& path, bool verify) {
   std::string found;
   on_all_ranks(group, "checkpoint", [&] {
-    if (group.rank() == 0) found = find_checkpoint(path);
+    if (group.rank() != 0) return;
+    if (std::error_code error; !fs::exists(path, error)) {
+      throw CheckpointError(
+          fmt::format("{}: no such file or folder; load_latest(), and --resume latest of shoal train, "
+                      "begin anew where there is no checkpoint yet",
+                      path.string()));
+    }
+    found = find_checkpoint(path);
   });
   found = broadcast_text(group, found, 0, {-1, -1, "checkpoint"});
   std::optional<CheckpointReader> reader;

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "base/limits.h"
 #include "base/printable.h"
@@ -124,7 +125,16 @@ int verify(const CheckpointOptions& options) {
   return 0;
 }
 
+// A folder of such a name would be taken for a file.
+void require_known_file(const std::filesystem::path& output) {
+  static const std::set<std::string> others{".pth", ".bin", ".ckpt", ".npz", ".onnx", ".h5", ".pkl"};
+  if (!others.contains(output.extension().string())) return;
+  throw UsageError(
+      fmt::format("OUTPUT {}: give FILE.safetensors, FILE.pt for Python's torch.load, or a folder", output.string()));
+}
+
 int export_model(const CheckpointOptions& options) {
+  require_known_file(options.output);
   const CheckpointReader reader(options.path);
   require_outputs(options, reader);
   const std::filesystem::path output = options.output;

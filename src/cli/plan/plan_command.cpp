@@ -67,6 +67,12 @@ bool wanted(const CommandOptions& options, const std::string& strategy) {
   return options.strategy == "all" || options.strategy == strategy;
 }
 
+// Without: --strategy all skips it.
+bool has_dtype(const std::string& strategy, const TrainOptions& train) {
+  const auto names = precision_names(strategy);
+  return std::find(names.begin(), names.end(), train.dtype) != names.end();
+}
+
 void finish(const CommandOptions& options, const std::string& table, const Json& report) {
   if (options.json != "-") fmt::print("{}", table);
   if (!options.json.empty()) write_json(options.json, report);
@@ -168,7 +174,7 @@ int plan_built_in(const CommandOptions& options) {
   if (options.strategy == "all" && options.hosts == 1) std::erase(names, "hybrid");
   ProgressBar progress(options.strategy == "all" ? static_cast<int64_t>(names.size()) : 1, {.unit = "strategies"});
   for (const auto& strategy : names) {
-    if (!wanted(options, strategy)) continue;
+    if (!wanted(options, strategy) || (options.strategy == "all" && !has_dtype(strategy, options.train))) continue;
     auto train = options.train;
     train.strategy = strategy;
     train.complete();
@@ -224,6 +230,7 @@ void check(CommandOptions& options) {
   options.train.data = "reference";
   auto train = options.train;
   if (options.strategy != "all") train.strategy = options.strategy;
+  if (options.strategy == "all" && train.dtype == "bf16") train.strategy = "fsdp";  // for the checks
   if (options.params) {
     element_bytes(train.dtype, "adamw");  // throws its own errors for unknown names
     train.dtype = "float32";
@@ -240,7 +247,16 @@ void add_plan_command(CLI::App& app, Action& chosen) {
   auto* command = app.add_subcommand("plan", "estimate memory per rank and bytes per step without running a training");
   const auto options = std::make_shared<CommandOptions>();
   auto& train = options->train;
-  auto* number = command->add_option("--params", options->params, "number of parameters; uses the published formulas");
+  auto* number = command->add_option_function<std::string>(
+      "--params",
+      [options](const std::string& text) {
+        double count = 0;
+        if (!CLI::detail::lexical_cast(text, count)) {
+          throw UsageError(fmt::format("--params {}: give a number, such as 7e9", text));
+        }
+        options->params = count;
+      },
+      "number of parameters, such as 7e9; uses the published formulas");
   command->add_option("--model", train.model, "model: cnn, mlp, gpt; gives exact figures")
       ->excludes(number)
       ->capture_default_str();

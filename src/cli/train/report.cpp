@@ -16,6 +16,7 @@
 #include <set>
 #include <utility>
 
+#include "cli/strategies/optimizers.h"
 #include "models/digest.h"
 #include "planning/measured_step.h"
 #include "planning/samples.h"
@@ -118,7 +119,7 @@ Json config(const TrainOptions& options, const World& world) {
                  {"dtype", options.dtype},
                  {"compress", options.compress()},
                  {"seed", options.seed}};
-  result["lr"] = options.lr ? Json(*options.lr) : Json(nullptr);
+  result["lr"] = recipe_of(options).defaults->get_lr();
   if (options.accum_iter) result["accum_iter"] = *options.accum_iter;
   result["schedule"] = options.schedule;
   if (options.warmup_steps) result["warmup_steps"] = *options.warmup_steps;

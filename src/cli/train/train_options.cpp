@@ -82,6 +82,17 @@ void check_course(const TrainOptions& options) {
   }
 }
 
+void check_dtype(const TrainOptions& options) {
+  require_one_of("--dtype", options.dtype, precision_names());
+  for (const auto& [step, name] : options.course()) {
+    try {
+      precision_of(name, options.dtype);
+    } catch (const UsageError& error) {
+      throw UsageError(fmt::format("--dtype {}", error.what()));
+    }
+  }
+}
+
 // What goes on without ranks that have ended; the rest is refused before the ranks start.
 void check_elastic(const TrainOptions& options) {
   if (options.max_restarts != 0 && options.elastic_most == 0) {
@@ -183,7 +194,7 @@ void TrainOptions::complete() {
   require_one_of("--transport", transport, transport_names());
   require_one_of("--optimizer", optimizer, optimizer_names());
   require_one_of("--schedule", schedule, schedule_names());
-  require_one_of("--dtype", dtype, precision_names());
+  check_dtype(*this);
   if (ranks) {
     require_at_least("--ranks", *ranks, 1);
     require_at_most("--ranks", *ranks, max_ranks);
@@ -307,7 +318,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command
       .add_option("--optimizer", options.optimizer,
-                  fmt::format("{} (muon: for matrices of hidden layers, adamw for the rest)",
+                  fmt::format("{} (adamw, accum_adamw: with weight decay 0.1; muon: for matrices of hidden layers, "
+                              "adamw for the rest)",
                               fmt::join(optimizer_names(), ", ")))
       ->capture_default_str();
   command.add_option("--lr", options.lr,
@@ -337,7 +349,12 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--epochs", options.epochs,
                      "passes over the training data (default: 1); micro-batches at the end of one that do not fill a "
                      "step are left out");
-  command.add_option("--dtype", options.dtype, "float32, bf16_mixed, fp16_mixed, bf16, float64")->capture_default_str();
+  command
+      .add_option(
+          "--dtype", options.dtype,
+          "float32, float64, bf16_mixed, fp16_mixed; bf16: bfloat16 parameters, for strategies that keep float32 "
+          "copies of them; bf16_pure: for others, where small updates are lost")
+      ->capture_default_str();
   command.add_option("--clip", options.clip, "clip gradients to this total norm; 0: no clipping")
       ->capture_default_str();
   command.add_option("--seed", options.seed, "seed of parameters, data and shuffling")->capture_default_str();

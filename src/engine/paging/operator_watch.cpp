@@ -28,6 +28,10 @@ namespace {
 // inherit it. (at::RecordFunction sees operators, too, but then every operator of the process pays.)
 constexpr auto mark = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
+// The scopes of torch.func, which wrap tensors that are made in them.
+constexpr c10::DispatchKeySet transforms{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                         c10::DispatchKey::FuncTorchDynamicLayerBackMode};
+
 // Registry of observers by memory. One per process, because operators know only their tensors.
 class Users {
  public:
@@ -140,6 +144,7 @@ class Uses {
   void tell_users() {
     const UnwatchedOperators own;  // operators that observers call
     const NormalMode outside;
+    const c10::impl::ExcludeDispatchKeyGuard untransformed(transforms);
     for (; begun_ < uses_.size(); ++begun_) {
       if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);
     }

@@ -106,7 +106,7 @@ void Pager::free_memory(Page& page) {
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, page.options.device()));
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
       fmt::format("{} is sharded and not in memory on this rank: operators gather it automatically; use data_ptr() "
-                  "within a summon_full_params() scope",
+                  "within a summon_full_params() scope (in Python also numpy() and copy.deepcopy(), or of its clone())",
                   page.source.name));
   page.state = State::sharded;
   page.used = false;

@@ -176,7 +176,8 @@ void Reducer::refuse_again(size_t gradient) const {
         "backward computed the gradient of {}, which the graph behind the outputs of forward does not reach, after its "
         "reduction had begun: unset find_unused_parameters, if a block is recomputed by a backward of its own or the "
         "loss depends on more than the outputs; where forward returns a type of your own, specialise "
-        "shoal::OutputTensors for it, which finds its tensors",
+        "shoal::OutputTensors for it, which finds its tensors (in Python, return them in a list, a dict or a "
+        "dataclass)",
         name));
   }
   const std::string static_graph = "set static_graph and unset find_unused_parameters";
