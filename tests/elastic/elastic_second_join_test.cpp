@@ -107,6 +107,7 @@ struct Misfits {
   std::string said;
   bool frozen = false;  // a parameter
   double rate = 0.01;   // of those that come
+  Trained trained = fully_sharded[0];
 };
 
 void expect_misfits(const Misfits& misfits) {
@@ -117,7 +118,7 @@ void expect_misfits(const Misfits& misfits) {
     const int self = test::member_number(world);
     const auto net = std::make_shared<test::Net>();
     if (misfits.frozen) net->first->weight.requires_grad_(false);
-    const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+    const auto wrapped = test::wrap_as(misfits.trained, net, world.group());
     auto options = quick;
     options.on_change = [](const ElasticChange&) {};
     const auto elastic = wrapped.elastic(world, options);
@@ -157,6 +158,12 @@ TEST_F(ElasticSecondJoin, ELA06_newcomers_that_part_from_the_job_together_take_n
 
 TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_where_frozen_parameters_would_need_second_owners) {
   expect_misfits({{2, 0}, {0, 1}, "auto", "frozen parameters, such as first.weight", /*frozen=*/true});
+}
+
+TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_hybrid_shard_over_sockets) {
+  Misfits misfits{{2, 0}, {0, 1}, "tcp", "hybrid_shard needs hosts whose ranks share memory"};
+  misfits.trained.sharding = test::Sharding::hybrid;
+  expect_misfits(misfits);
 }
 
 }  // namespace

@@ -68,6 +68,13 @@ TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_end_one_after_the_other_until
   }
 }
 
+// Where there is one host, its ranks have one copy of the model between them.
+TEST_F(ElasticSecondOwner, ELA01_ELA04_hybrid_shard_on_one_host_over_sockets) {
+  auto hybrid = fully_sharded[0];
+  hybrid.sharding = test::Sharding::hybrid;
+  die_on_hosts({{3}, "tcp"}, {{1, Moment::before_forward, 4}}, hybrid);
+}
+
 TEST_F(ElasticSecondOwner, ELA02_ELA04_ranks_whose_shards_are_elsewhere_end_at_once) {
   for (const auto& trained : fully_sharded) {
     SCOPED_TRACE(name_of(trained));

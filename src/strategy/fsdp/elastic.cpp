@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "comm/group/hosts.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "shoal/error.h"
 #include "strategy/fsdp/shards.h"
@@ -14,6 +15,13 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& fault) {
   throw UsageError("Elastic: FullyShardedDataParallel: " + fault);
+}
+
+[[noreturn]] void refuse_hosts_with_pages(ShardingStrategy strategy) {
+  refuse(fmt::format(
+      "sharding_strategy {} needs hosts whose ranks share memory: take the transport auto, or full_shard, of whose "
+      "shards each has a second owner",
+      sharding_name(strategy)));
 }
 
 }  // namespace
@@ -31,12 +39,7 @@ void FullyShardedCore::require_regroupable() {
   if (shards_->groups.replicated() && options.communication_hook) {
     refuse("a communication_hook between hosts is not supported");
   }
-  if (shards_->pager && shards_->groups.replicated()) {
-    refuse(fmt::format(
-        "sharding_strategy {} needs hosts whose ranks share memory: take the transport auto, or full_shard, of whose "
-        "shards each has a second owner",
-        sharding_name(strategy)));
-  }
+  if (shards_->pager && shards_->groups.replicated()) refuse_hosts_with_pages(strategy);
   if (shards_->pager) require_second_owners();
   if (!wrappers_within().empty()) {
     refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
@@ -59,7 +62,8 @@ void FullyShardedCore::require_second_owners() const {
 }
 
 bool FullyShardedCore::has_pages_over(const Group& everybody) const {
-  return !is_hybrid(shards_->options.sharding_strategy) && !always_present(everybody, state().tensors);
+  const bool one_group = !is_hybrid(shards_->options.sharding_strategy) || names_of_hosts(everybody).size() == 1;
+  return one_group && !always_present(everybody, state().tensors);
 }
 
 void FullyShardedCore::compute_shares(bool now) {
@@ -125,10 +129,21 @@ void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& para
 }
 
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) {
-  const bool has_pages = parallel.has_pages_over(everybody);
-  if (has_pages) parallel.require_second_owners();  // which the ranks before did not need
-  if (!is_hybrid(parallel.shards_->options.sharding_strategy)) begin_regroup(everybody, has_pages);
-  regroup(parallel, make_shard_groups(everybody, parallel.shards_->options), everybody, step);
+  const auto& options = parallel.shards_->options;
+  const auto groups = make_shard_groups(everybody, options);
+  if (groups.replicated()) {
+    // Ranks of another host may have come to one whose shards have second owners.
+    const bool present = !has_second_owners() && always_present(groups.shard, parallel.state().tensors);
+    const Label label{step, -1, "whether ranks of each host share memory"};
+    if (everybody.all_reduce(present ? 1 : 0, ReduceOp::min, label) == 0) {
+      refuse_hosts_with_pages(options.sharding_strategy);
+    }
+  } else {
+    const bool has_pages = parallel.has_pages_over(everybody);
+    if (has_pages) parallel.require_second_owners();  // which the ranks before did not need
+    begin_regroup(everybody, has_pages);
+  }
+  regroup(parallel, groups, everybody, step);
 }
 
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& everybody,
