@@ -200,7 +200,7 @@ TEST_P(Faults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
 }
 
 TEST_P(Faults, BEY10_micro_batches_after_a_step_that_failed_are_a_step_of_their_own) {
-  for (const auto [point, broken] : std::vector<std::pair<Point, int64_t>>{
+  for (const auto& [point, broken] : std::vector<std::pair<Point, int64_t>>{
            {Point::forward, 0}, {Point::last_gradient, 0}, {Point::forward, 1}, {Point::last_gradient, 1}}) {
     SCOPED_TRACE(fmt::format("point {} of micro-batch {}", static_cast<int>(point), broken));
     Trainer trainer(GetParam());
