@@ -1,6 +1,7 @@
 """PyTorch's own schedules on every optimizer: rates and losses are those of one process with the same schedule."""
 
 import functools
+import types
 import warnings
 
 import pytest
@@ -167,8 +168,84 @@ def test_PY06_hooks_of_all_optimizers_are_called_once_per_step():
             expected = ["before", *(["own"] if name == "local_updates" else []), "after"] * 2
             assert called == expected, (name, called)
             called.clear()
+        x, y = models.batch("lstm", 0, rank)
+        for steps in (False, True):  # of Rates, which does nothing
+            model = shoal.nn.DecentralizedDataParallel(models.make("lstm"), torch.optim.SGD, topology="ring", lr=0.1)
+            model.optimizer.register_step_post_hook(lambda *_: called.append("own"))
+            for _ in range(2):
+                models.loss_of(model(x), y).backward()
+                if steps:
+                    model.optimizer.step()
+            assert called == ["before", "after", *(["own"] if steps else [])] * 2, (steps, called)
+            called.clear()
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
         for hook in hooks:
             hook.remove()
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
+        assert called == ["before", "after"]
+
+    on_ranks(trains)
+
+
+def test_PY06_a_step_around_that_of_pytorch_is_the_users_inside_of_others():
+    called = []
+
+    def decorated(step):
+        @functools.wraps(step)  # which copies the mark of PyTorch's own wrapper, too
+        def run(self, closure=None):
+            called.append(type(self))
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.clamp_(-0.01, 0.01)
+            return step(self, closure)
+
+        return run
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # its class has PyTorch's wrapper from now on
+
+    class Clamped(torch.optim.SGD):
+        step = decorated(torch.optim.SGD.step)
+
+    def replaced(net):
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        inner.step = types.MethodType(decorated(type(inner).step), inner)
+        torch.optim.lr_scheduler.StepLR(inner, 5)
+        return inner
+
+    def trains(rank):
+        seen = []
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+
+        def oss(net):
+            optimizer = shoal.optim.OSS(net.parameters(), Clamped, lr=0.1)
+            return shoal.nn.ShardedDataParallel(net, optimizer), optimizer
+
+        def fsdp(net):
+            model = shoal.nn.FullyShardedDataParallel(net, shard_by_parameter=True)
+            return model, shoal.optim.FullyShardedOptimizer(model, Clamped, lr=0.1)
+
+        made = {
+            "oss": oss,
+            "megatron": lambda net: (net, shoal.optim.DistributedOptimizer(net, Clamped, lr=0.1)),
+            "fsdp": fsdp,
+            "local": lambda net: (net, shoal.optim.LocalUpdates(net, Clamped(net.parameters(), lr=0.1), every=2)),
+            "schedule": lambda net: (net, shoal.optim.LocalUpdates(net, replaced(net), every=2)),
+        }
+        for name, make in made.items():
+            torch.manual_seed(0)
+            net = torch.nn.Linear(4, 3)
+            before = [parameter.detach().clone() for parameter in net.parameters()]
+            model, optimizer = make(net)
+            called.clear()
+            seen.clear()
+            model(torch.ones(2, 4)).mul(100).sum().backward()
+            optimizer.step()
+            assert called and seen == [optimizer], (name, called, seen)
+            after = list(model.state_dict().values()) if name == "fsdp" else list(net.parameters())
+            for old, new in zip(before, after, strict=True):
+                torch.testing.assert_close(new.detach(), old - 0.001)
+        hook.remove()
 
     on_ranks(trains)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from .._mirror import mirror_of, refuse_torch_ddp
 from .._words import in_words
 from ..distributed import group_of
 from ..optim._recipe import OptimizerClass, Recipe, groups_of_module, recipe_of
-from ..optim._state import names_in
+from ..optim._state import names_in, without_hooks_of_all
 from ._wrapper import Wrapper
 
 _options = (
@@ -40,6 +41,17 @@ class Rates(torch.optim.Optimizer):
         super().__init__(recipe.groups, recipe.defaults)
         self._made = True
         self._opt_called = True  # PyTorch's schedules warn until step() was called, which there is no need to
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Without the hooks of all optimizers, which the updates in backward have called."""
+        step = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            return without_hooks_of_all(step, *arguments, **keywords)
+
+        return run
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._made:

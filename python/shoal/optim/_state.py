@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .._C import UsageError
 from .._words import in_words
@@ -85,25 +87,36 @@ def _check_shapes(entry: dict[str, Any], parameter: torch.Tensor, kept: _Kept) -
             )
 
 
+class _HookOfAll:
+    """A hook of all optimizers that is not called in this thread's steps without hooks."""
+
+    here = threading.local()
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> Any:
+        return None if getattr(self.here, "without", False) else self._hook(*arguments)
+
+
+def without_hooks_of_all(step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """A step without the hooks of all optimizers (register_optimizer_step_post_hook)."""
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _HookOfAll):
+                hooks[key] = _HookOfAll(hook)
+    before = getattr(_HookOfAll.here, "without", False)
+    _HookOfAll.here.without = True
+    try:
+        return step(*arguments, **keywords)
+    finally:
+        _HookOfAll.here.without = before
+
+
 def step_within(optimizer: torch.optim.Optimizer) -> None:
-    """A step of an optimizer that works for another one, or on trial, without the hooks of all optimizers
-    (register_optimizer_step_post_hook), which the other one's step() calls, once per step. Its own are called."""
-    step = type(optimizer).step
-    patched = vars(optimizer).get("step")
-    of_schedule = getattr(patched, "_wrapped_by_lr_sched", False)
-    if not getattr(step, "hooked", False) or (patched is not None and not of_schedule):
-        optimizer.step()
-        return
-    if of_schedule:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-    arguments: tuple[Any, ...] = (optimizer,)
-    keywords: dict[str, Any] = {}
-    for before in optimizer._optimizer_step_pre_hooks.values():
-        changed = before(optimizer, arguments, keywords)
-        arguments, keywords = (arguments, keywords) if changed is None else changed
-    step.__wrapped__(*arguments, **keywords)  # type: ignore[attr-defined]
-    for after in optimizer._optimizer_step_post_hooks.values():
-        after(optimizer, arguments, keywords)
+    """A step of an optimizer that works for another one, or on trial, without the hooks of all optimizers, which the other
+    one's step() calls, once per step."""
+    without_hooks_of_all(optimizer.step)
 
 
 def changed_options(

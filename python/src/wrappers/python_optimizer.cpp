@@ -200,7 +200,8 @@ void PythonOptimizer::step_alone() {
   write_state();
   const bool empty =
       std::all_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) { return group.params().empty(); });
-  if (!empty) py::module_::import("shoal.optim._state").attr("step_within")(*python_);
+  if (!empty && source_) python_->attr("step")();  // the program steps no other one
+  if (!empty && !source_) py::module_::import("shoal.optim._state").attr("step_within")(*python_);
   read_state();
 }
 
