@@ -1,6 +1,8 @@
 """PY02: what programs for PyTorch's wrappers and optimizers pass."""
 
+import abc
 import inspect
+import typing
 
 import pytest
 import torch
@@ -113,6 +115,25 @@ def test_PY02_methods_that_are_elsewhere_are_no_attributes_and_say_what_to_write
                 owner.optim_state_dict(fsdp, None)
         with pytest.raises(AttributeError, match=r"has no set_accumulate_grad\(\): run the micro-batches before"):
             shoal.nn.DecentralizedDataParallel.set_accumulate_grad
+
+        class Protocol(typing.Protocol):
+            def set_model_state_dict(self): ...
+
+        class Joining:
+            def join(self):
+                return "joined"
+
+        for parent in (shoal.nn.DistributedDataParallel, shoal.nn.FullyShardedDataParallel):
+            for base in (abc.ABC, Protocol, Joining):
+
+                class Mine(parent, base):
+                    pass
+
+                model = Mine(torch.nn.Linear(2, 2))
+                with pytest.raises(AttributeError, match="Mine has no register_comm_hook.*give the hook to its constructor"):
+                    model.register_comm_hook
+                if base is Joining:
+                    assert model.join() == Mine.join(model) == "joined"
 
     on_ranks(wraps)
 

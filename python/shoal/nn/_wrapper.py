@@ -50,21 +50,29 @@ COMM_HOOK_ADVICE = {
 }
 
 
-class WithAdvice(type):
-    """Names of PyTorch's that a class does not have are no attributes of it, and of its objects, and say what to write."""
+class _Elsewhere:
+    """A name of PyTorch's that a class does not have: no attribute of it, nor of its objects, and says what to write."""
 
-    _elsewhere: dict[str, str]
+    def __init__(self, owner: type, name: str, advice: str) -> None:
+        self._owner, self._name, self._advice = owner, name, advice
 
-    def __getattr__(cls, name: str) -> Any:
-        if name in cls._elsewhere:
-            raise AttributeError(f"{cls.__name__} has no {name}(): {cls._elsewhere[name]}")
-        raise AttributeError(f"type object '{cls.__name__}' has no attribute '{name}'")
+    def __get__(self, instance: Any, kind: type) -> Any:
+        try:
+            return getattr(super(self._owner, kind if instance is None else instance), self._name)  # of another base
+        except AttributeError:
+            raise AttributeError(f"{kind.__name__} has no {self._name}(): {self._advice}") from None
 
 
-class Wrapper(Wrapped, metaclass=WithAdvice):
+class Wrapper(Wrapped):
     """A module with a strategy around its forward and backward. `module` is the user's own, with its own parameters."""
 
     _elsewhere: ClassVar[dict[str, str]] = {}  # what to write in place of a method of another library's wrapper
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name, advice in vars(cls).get("_elsewhere", {}).items():
+            if name not in vars(cls):
+                setattr(cls, name, _Elsewhere(cls, name, advice))
 
     def __init__(self, module: torch.nn.Module, mirror: _C.Mirror, core: Any) -> None:
         super().__init__()
