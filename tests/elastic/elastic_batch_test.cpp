@@ -342,6 +342,54 @@ TEST(ElasticBatch, ELA05_what_does_not_fit_a_global_batch_is_refused) {
   EXPECT_NE(refusal(0, 0, true).find("batch_size() is for keep_global_batch"), std::string::npos);
 }
 
+// With a forward without gradients in each share, which converts what the program has written between steps.
+std::string evaluate_in_shares(const World& world, bool check_unit_order) {
+  alarm(30);
+  const auto model = std::make_shared<Model>(/*noisy=*/false);
+  FullyShardedDataParallelOptions how;
+  how.param_dtype = at::kBFloat16;
+  how.check_unit_order = check_unit_order;
+  FullyShardedDataParallel<Model> parallel(model, world.group(), how);
+  FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, torch::optim::SGDOptions(0.01));
+  DistributedSampler sampler(60, world.group());
+  Elastic elastic(world, parallel, optimizer, sampler,
+                  {.keep_global_batch = 6, .on_change = [](const ElasticChange&) {}});
+  const int self = world.rank();
+  const auto compute = [&](int64_t begin, int64_t end) {
+    if (self == 2 && elastic.steps() == 1) std::raise(SIGKILL);
+    const auto x = at::ones({end - begin, 4});
+    {
+      const torch::NoGradGuard no_grad;
+      parallel.forward(x);
+    }
+    parallel.forward(x).mean().backward();
+  };
+  while (elastic.steps() < 3) {
+    elastic.in_epoch();
+    if (!elastic.step(elastic.batch_size(), compute, [&] { optimizer.step(); })) continue;
+    optimizer.zero_grad();
+    elastic.together([&] {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : model->parameters()) parameter.mul_(0.5);
+      return 0;
+    });
+  }
+  return "";
+}
+
+TEST(ElasticBatch, ELA04_ELA05_passes_without_gradients_of_unequal_shares) {
+  const auto run = [](bool check_unit_order) {
+    return test::run_ranks(
+        3,
+        [&](const World& world) {
+          if (!check_unit_order) return evaluate_in_shares(world, false);
+          return test::refusal([&] { evaluate_in_shares(world, true); });
+        },
+        {}, test::Strategy{test::Sharding::fsdp, "tcp"}.options());
+  };
+  for (const auto& rank : run(true)) EXPECT_NE(rank.text.find("leave one of them out"), std::string::npos) << rank.text;
+}
+
 // Three ranks' shares on two: a plain backward after a step that the program's own exception ended is a mean over two.
 TEST(ElasticBatch, ELA05_an_exception_in_compute_leaves_no_shares_behind) {
   const auto ended = test::run_ranks(3, [](const World& world) -> std::string {

@@ -165,6 +165,27 @@ TEST(ElasticJoin, ELA06_a_newcomer_with_other_options_of_a_sharded_optimizer_end
   EXPECT_EQ(test::judged(*record, 1, true, trained), "");
 }
 
+TEST(ElasticJoin, ELA06_a_newcomer_with_other_limits_of_pages_ends_alone) {
+  const Trained trained{.sharding = test::Sharding::fsdp};
+  const test::SharedRecord record;
+  record->last_step = 2;
+  JoinJob job(1, [&](const World& world) { return test::train(world, *record, 1, {}, {}, trained); });
+  ASSERT_TRUE(reach(*record, {0}, 2));
+  const auto ended = job.end_of(job.add([&](const World& world) {
+    alarm(30);
+    auto options = test::fsdp_options<torch::optim::Adam>(trained);
+    options.byte_limit = 1 << 20;
+    FullyShardedDataParallel<test::Net> parallel(std::make_shared<test::Net>(), world.group(), options);
+    FullyShardedOptimizer<torch::optim::Adam> optimizer(parallel, torch::optim::AdamOptions(0.01));
+    DistributedSampler sampler(test::samples_of_epoch, world.group(), {.seed = 3});
+    const Elastic made(world, parallel, optimizer, sampler);
+    return std::string("it was admitted");
+  }));
+  EXPECT_NE(ended.text.find("byte_limit: 1048576 (the job: byte_limit: none)"), std::string::npos) << ended.text;
+  record->last_step = 0;
+  expect_good(job, {0}, *record, 1);
+}
+
 // It has been admitted, and leaves at once.
 TEST(ElasticJoin, ELA06_a_newcomer_whose_loop_begins_elsewhere_is_refused) {
   constexpr int epochs = 3;
