@@ -67,6 +67,8 @@ bool FullyShardedCore::has_pages_over(const Group& everybody) const {
 }
 
 void FullyShardedCore::compute_shares(bool now) {
+  // While all ranks are here: a pass of a share that only some compute must not have to ask the others.
+  if (now && shards_->pager) adopt_changes(/*training=*/false);
   shards_->computes_shares = now;
 }
 
