@@ -99,20 +99,28 @@ TEST_F(ElasticSecondJoin, ELA04_ELA06_ranks_end_or_stand_still_while_shards_are_
   }
 }
 
-// Ranks 0 and 1 train with the bits that they have alone, and those that come after them are refused.
+// The first ranks train with the bits that they have alone, and those that come after them are refused.
 struct Misfits {
   std::vector<int> hosts;
   std::vector<int> later;
   std::string transport;
   std::string said;
-  bool frozen = false;  // a parameter
-  double rate = 0.01;   // of those that come
+  bool frozen = false;   // a parameter
+  double rate = 0.01;    // of those that come
+  int after = 0;         // steps with the others
+  bool gives = false;    // of each member and newcomer, what it reads of its parameters
+  int ends = -1;         // a member that ends in the division for them
+  bool all_end = false;  // with the same error: the members could not go on without those that came
   Trained trained = fully_sharded[0];
 };
 
 void expect_misfits(const Misfits& misfits) {
   constexpr int steps = 6;
   const test::SharedRecord record;
+  const int ranks = std::accumulate(misfits.hosts.begin(), misfits.hosts.end(), 0);
+  std::vector<int> members(static_cast<size_t>(ranks));
+  std::iota(members.begin(), members.end(), 0);
+  int ends_at = -1;  // step, where nobody comes
   const auto train = [&](const World& world) {
     alarm(30);
     const int self = test::member_number(world);
@@ -121,31 +129,47 @@ void expect_misfits(const Misfits& misfits) {
     const auto wrapped = test::wrap_as(misfits.trained, net, world.group());
     auto options = quick;
     options.on_change = [](const ElasticChange&) {};
+    if (misfits.gives) {
+      options.give = [&] { return std::to_string(test::sum_of(*net)); };
+      options.take = [](const std::string&) {};
+    }
     const auto elastic = wrapped.elastic(world, options);
     const auto x = test::inputs_of({1, 2, static_cast<size_t>(self)});
-    if (self > 1) wrapped.optimizer->param_groups()[0].options().set_lr(misfits.rate);
+    if (self == misfits.ends) test::at_making = [] { std::raise(SIGKILL); };
+    int made = 0;
     while (elastic->steps() < steps) {
+      if (self == misfits.ends && elastic->steps() == ends_at) std::raise(SIGKILL);
+      if (self >= ranks && made == misfits.after) wrapped.optimizer->param_groups()[0].options().set_lr(misfits.rate);
       while (record->last_step != 0 && elastic->steps() >= record->last_step) usleep(200);
       torch::manual_seed(static_cast<uint64_t>(elastic->steps()));
       const auto compute = [&] { wrapped.backward(test::loss_of(wrapped.forward(x), x)); };
       if (!elastic->step(3, compute, [&] { wrapped.step(); })) continue;
       wrapped.optimizer->zero_grad();
       record->evaluations[self] = static_cast<int>(elastic->steps());
+      ++made;
     }
     return elastic->together([&] { return fmt::format("{:x}", test::hash_of(wrapped.state(*net), *net)); });
   };
-  ForkedHosts alone(misfits.hosts, train, over(misfits.transport));
-  const auto expected = alone.wait(30);
   record->last_step = 3;
-  for (auto& done : record->evaluations) done = 0;
   ForkedHosts hosts(misfits.hosts, train, over(misfits.transport), misfits.later);
-  ASSERT_TRUE(test::JoinJob::comes_true([&] { return record->evaluations[0] == 3 && record->evaluations[1] == 3; }));
+  ASSERT_TRUE(test::JoinJob::comes_true([&] {
+    return std::all_of(members.begin(), members.end(), [&](int member) { return record->evaluations[member] == 3; });
+  }));
   std::vector<int> newcomers(static_cast<size_t>(std::accumulate(misfits.later.begin(), misfits.later.end(), 0)));
-  std::iota(newcomers.begin(), newcomers.end(), 2);
+  std::iota(newcomers.begin(), newcomers.end(), ranks);
   bring(hosts, newcomers);
   record->last_step = 0;
   const auto ended = hosts.wait(40);
-  for (const int member : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(member)].text, expected[0].text);
+  if (misfits.ends >= 0) ends_at = record->evaluations[misfits.ends];
+  ForkedHosts alone(misfits.hosts, train, over(misfits.transport));
+  const auto expected = alone.wait(30);
+  std::erase(members, misfits.ends);
+  for (const int member : members) {
+    const auto& text = ended[static_cast<size_t>(member)].text;
+    if (misfits.all_end) EXPECT_THAT(text, testing::HasSubstr(misfits.said));
+    if (!misfits.all_end) EXPECT_EQ(text, misfits.after == 0 ? expected[0].text : ended[0].text);
+    if (!misfits.all_end) EXPECT_THAT(text, testing::MatchesRegex("[0-9a-f]+"));
+  }
   for (const int newcomer : newcomers) {
     EXPECT_THAT(ended[static_cast<size_t>(newcomer)].text, testing::HasSubstr(misfits.said)) << newcomer;
   }
@@ -154,6 +178,13 @@ void expect_misfits(const Misfits& misfits) {
 // They own shards twice among themselves.
 TEST_F(ElasticSecondJoin, ELA06_newcomers_that_part_from_the_job_together_take_no_shards_along) {
   expect_misfits({{1, 1, 0, 0}, {0, 0, 1, 1}, "gloo", "learning rates from", /*frozen=*/false, /*rate=*/0.5});
+}
+
+// Its first try has failed with a member, so that they have been through a division already.
+TEST_F(ElasticSecondJoin, ELA06_newcomers_that_part_after_a_second_try_take_no_shards_along) {
+  Misfits misfits{{1, 1, 1, 0, 0}, {0, 0, 0, 1, 1}, "tcp", "learning rates from", /*frozen=*/false, /*rate=*/0.5};
+  misfits.ends = 2;
+  expect_misfits(misfits);
 }
 
 TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_where_frozen_parameters_would_need_second_owners) {

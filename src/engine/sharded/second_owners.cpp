@@ -146,6 +146,7 @@ void ShardedOptimizerCore::come_without_shards() {
   if (state.second) return;  // it has come so far before, and has been told to wait for another try
   state.second.emplace();
   state.second->sealed = state.second->made = SecondOwnership::none;
+  state.second->comes = true;
   state.second->former.emplace();
 }
 
@@ -153,6 +154,7 @@ void ShardedOptimizerCore::State::seal(int64_t division) {
   second->sealed = division;
   if (second->grows && !second->before) second->before = std::move(second->former);
   second->former.reset();
+  second->comes = false;
   guarded.reset();  // of before, where ranks shared their memory
   alone.reset();
 }
@@ -162,19 +164,20 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
   auto& state = this->state();
   const SecondOwnership first;
   const auto& own = state.second ? *state.second : first;
-  const bool comes = own.sealed == SecondOwnership::none;
+  const bool has_none = own.sealed == SecondOwnership::none;
   const bool written = state.second && !own.former && state.modules.front()->is_written();
   constexpr auto nothing = -std::numeric_limits<double>::infinity();
   std::vector<double> values{nothing, nothing, nothing, static_cast<double>(own.tries)};
-  if (!comes) {
+  if (!has_none) {
     values[0] = static_cast<double>(own.sealed);
     values[1] = static_cast<double>(own.made);
     values[2] = -values[1];
   }
-  const bool counts_updates = state.second && !comes && !own.former;
+  const bool counts_updates = state.second && !has_none && !own.former;
   for (const double sign : {1, -1})
     values.push_back(counts_updates ? sign * static_cast<double>(state.steps) : nothing);
-  for (const bool is : {state.second.has_value(), comes, own.before.has_value(), written}) values.push_back(is ? 1 : 0);
+  for (const bool is : {state.second.has_value(), own.comes, own.before.has_value(), written})
+    values.push_back(is ? 1 : 0);
   const auto most = group.all_reduce(values, ReduceOp::max, {-1, -1, "whose shards count"});
   if (std::isfinite(most[4]) && most[4] != -most[5]) refuse_unequal_updates();
   if (most[6] == 0 && !has_pages) return;  // ranks share their memory, as before
@@ -183,7 +186,7 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
   auto& second = *state.second;
   const auto made = static_cast<int64_t>(most[1]);
   const auto counts = most[1] == -most[2] ? made : static_cast<int64_t>(most[0]);
-  if (comes) {
+  if (has_none) {
     second.sealed = counts;
   } else if (counts > second.sealed) {
     state.seal(counts);
