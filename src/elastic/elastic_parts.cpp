@@ -8,7 +8,9 @@
 #include <typeinfo>
 #include <utility>
 
+#include "comm/group/hosts.h"
 #include "comm/membership/first_generation.h"
+#include "engine/sharded/second_copies.h"
 #include "engine/sharded/sharded_state.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "optim/state.h"
@@ -113,6 +115,13 @@ class WithFSDP : public Wrapped {
     return !averages_ && (optimizer_.has_second_owners() || parallel_.has_pages_over(group));
   }
   void come_without_shards() override { optimizer_.come_without_shards(); }
+  bool can_spare(const std::vector<int>& ranks) const override {
+    if (!optimizer_.has_second_owners()) return true;
+    const auto owners = second_owners(hosts_of(parallel_.group()));
+    const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
+    return std::none_of(ranks.begin(), ranks.end(),
+                        [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
+  }
   std::string why_closed() const override {
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }

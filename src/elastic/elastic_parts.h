@@ -60,6 +60,8 @@ class ElasticParts {
   virtual bool gives_shards(const Group& /*group*/) const { return false; }
   // In such a rank, before that: its own are not the job's.
   virtual void come_without_shards() {}
+  // Whether the others have all shards without these ranks of the present group.
+  virtual bool can_spare(const std::vector<int>& /*ranks*/) const { return true; }
   // Why processes cannot join this training; empty: they can.
   virtual std::string why_closed() const { return ""; }
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.

@@ -81,7 +81,8 @@ struct Elastic::State {
   // UsageError if the ranks' maxima say that they differ.
   void require_alike(const Comparison& own, const std::vector<double>& most);
   bool is_one_of(const MemberList& members) const;
-  // Whether there are newcomers, beside other ranks, to which a difference between ranks is put down.
+  // Whether there are newcomers, beside other ranks, to which a difference between ranks is put down; not to such as have shards that the
+  // others lack.
   bool can_blame() const;
   // Whether this rank is one of them, and ranks do differ.
   bool is_to_blame() const;

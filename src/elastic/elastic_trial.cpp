@@ -91,8 +91,15 @@ void Elastic::State::require_alike(const Comparison& own, const std::vector<doub
 }
 
 bool Elastic::State::can_blame() const {
-  const auto come = generations->have_come().size();
-  return generations->has_trial() || (come > 0 && come < generations->members().size());
+  if (generations->has_trial()) return true;
+  const auto come = generations->have_come();
+  const auto& members = generations->members();
+  if (come.empty() || come.size() == members.size()) return false;
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    if (std::binary_search(come.begin(), come.end(), members[rank])) ranks.push_back(static_cast<int>(rank));
+  }
+  return parts->can_spare(ranks);
 }
 
 bool Elastic::State::is_to_blame() const {

@@ -187,6 +187,19 @@ TEST_F(ElasticSecondJoin, ELA06_newcomers_that_part_after_a_second_try_take_no_s
   expect_misfits(misfits);
 }
 
+// Later, what they have alone is lost with them.
+TEST_F(ElasticSecondJoin, ELA06_a_difference_is_named_on_all_ranks_if_those_that_came_cannot_be_spared) {
+  Misfits misfits{{1, 1, 0, 0}, {0, 0, 1, 1}, "tcp", "different options of the optimizer"};
+  misfits.rate = 0.5;
+  misfits.after = 1;
+  misfits.all_end = true;
+  expect_misfits(misfits);
+  misfits.hosts = {1, 1, 0};
+  misfits.later = {0, 0, 1};
+  misfits.all_end = false;  // the second owners of its shards go on
+  expect_misfits(misfits);
+}
+
 TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_where_frozen_parameters_would_need_second_owners) {
   expect_misfits({{2, 0}, {0, 1}, "auto", "frozen parameters, such as first.weight", /*frozen=*/true});
 }
