@@ -199,7 +199,7 @@ struct ElasticOptions {
 // - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors or
 //   give and take, or begins anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
 // A newcomer that does not fit the job (model, optimizer and its options but for numbers, transport, wrapper's options, sampler) gets a
-// UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer over sockets,
+// UsageError that lists what differs, and so does one of a job that cannot be joined: OSS or DistributedOptimizer over sockets,
 // optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice
 // it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
 // whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again; one that is

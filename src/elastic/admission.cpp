@@ -158,6 +158,7 @@ void Admission::share(const Group& group, const std::vector<bool>& newcomers, Po
       own = state_text(position, with_shards);
     } catch (const std::exception& error) {  // which must not cost the job
       own = cannot_give + std::string(error.what());
+      if (options_.give && !with_shards) own += "; give must not read parameters, whose shards are on all ranks";
     }
   }
   const auto text = broadcast_text(group, own, from, {-1, -1, "state for a newcomer"});

@@ -200,6 +200,12 @@ TEST_F(ElasticSecondJoin, ELA06_a_difference_is_named_on_all_ranks_if_those_that
   expect_misfits(misfits);
 }
 
+TEST_F(ElasticSecondJoin, ELA06_a_program_that_gives_parameters_is_told_so) {
+  Misfits misfits{{1, 1, 0}, {0, 0, 1}, "tcp", "give must not read parameters"};
+  misfits.gives = true;
+  expect_misfits(misfits);
+}
+
 TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_where_frozen_parameters_would_need_second_owners) {
   expect_misfits({{2, 0}, {0, 1}, "auto", "frozen parameters, such as first.weight", /*frozen=*/true});
 }

@@ -55,8 +55,8 @@ void FullyShardedCore::require_second_owners() const {
   if (!shards_->frozen.empty()) {
     refuse(fmt::format(
         "frozen parameters, such as {}, are not supported where shards have second owners, on several hosts or over "
-        "sockets: name them in ignored_parameters, which are whole on each rank, or take hybrid_shard over the "
-        "transport auto",
+        "sockets: name them in ignored_parameters, which are whole on each rank, and put them in "
+        "ElasticOptions::tensors if ranks join, or take hybrid_shard over the transport auto",
         shards_->frozen.front().parameters.front().name));
   }
 }
