@@ -13,36 +13,40 @@ import torch
 from .. import _C
 from .._mirror import Wrapped
 
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a result of forward: in lists, tuples, mappings, dataclasses and objects, however nested."""
     found: list[torch.Tensor] = []
-    _collect(value, found, set())
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+            continue
+        if value is None or isinstance(value, (bool, int, float, str, bytes, torch.nn.Module, type)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        left.extend(reversed(_parts_of(value)))
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return
-    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.nn.Module, type)) or id(value) in seen:
-        return
-    seen.add(id(value))
+def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        parts = list(value)
-    elif dataclasses.is_dataclass(value):
-        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots_of(type(value)))]
-    for part in parts:
-        _collect(part, found, seen)
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots_of(type(value)))]
 
 
 def _slots_of(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            yield f"_{base.__name__.lstrip('_')}{name}" if private else name
 
 
 COMM_HOOK_ADVICE = {
