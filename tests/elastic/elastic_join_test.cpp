@@ -34,7 +34,11 @@ TEST(ElasticJoin, ELA06_sharded_from_4_to_3_to_4_to_2_to_6_ranks) {
 TEST(ElasticJoin, ELA04_ELA06_fsdp_over_tcp) {
   WorldOptions options;
   options.transport = "tcp";
-  change_from_4_to_3_to_4_to_2_to_6(options, {.sharding = test::Sharding::fsdp, .optimizer = "adamw"});
+  for (const auto sharding : {test::Sharding::fsdp, test::Sharding::hybrid}) {
+    const Trained trained{.sharding = sharding, .optimizer = "adamw"};
+    SCOPED_TRACE(name_of(trained));
+    change_from_4_to_3_to_4_to_2_to_6(options, trained);
+  }
 }
 
 TEST(ElasticJoin, ELA06_ddp_over_tcp_and_gloo) {
