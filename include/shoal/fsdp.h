@@ -173,7 +173,8 @@ class FullyShardedCore : public DataParallelCore {
   void require_regroupable();
   // Of each frozen parameter that param_dtype has rounded the float32 copy, which ranks share.
   std::vector<at::Tensor> frozen_copies() const;
-  // While true, clipping is refused: gradients are those of some of a rank's shares.
+  // While true, clipping is refused: gradients are those of some of a rank's shares. What was written to pages is adopted before. UsageError
+  // with check_unit_order over pages. Collective.
   void compute_shares(bool now);
   // Behind the share of a batch that only some ranks compute, on these; and in its place on the others, which take part in its gathers.
   // Collective.

@@ -87,11 +87,6 @@ void Elastic::State::require_supported() const {
         "host of "
         "ShardGossipOptimizer, updates with its own: leave the option out");
   }
-  if (options.keep_global_batch > 0 && parts->compares_passes()) {
-    throw UsageError(
-        "Elastic: check_unit_order of FullyShardedDataParallel compares the passes of all ranks, which with "
-        "keep_global_batch are more on ranks that compute one share more: leave one of them out");
-  }
   if (2 * options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
     throw UsageError(
         fmt::format("Elastic: straggler_seconds is {}: give less than half of the world's timeout_seconds, {}",

@@ -96,11 +96,6 @@ class WithFSDP : public Wrapped {
   }
   std::vector<at::Tensor> frozen_copies() const override { return parallel_.frozen_copies(); }
   bool takes_shares() const override { return !averages_; }
-  bool compares_passes() const override {
-    const auto settings = parallel_.logging_data().settings;
-    return std::find(settings.begin(), settings.end(),
-                     std::pair<std::string, std::string>("check_unit_order", "yes")) != settings.end();
-  }
   void meet_behind_share() override { parallel_.meet_behind_share(); }
   std::string in_place_of_lost() const override {
     return averages_ ? "other ranks of its host, if any are left, update its share of the host's own parameters"

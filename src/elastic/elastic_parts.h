@@ -50,8 +50,6 @@ class ElasticParts {
   virtual void set_share(std::optional<double> share) = 0;
   // False: ranks have no mean in common, and set_share() does nothing.
   virtual bool takes_shares() const { return true; }
-  // Whether ranks compare what they do in their passes, which must be equally many then.
-  virtual bool compares_passes() const { return false; }
   // To be called behind the share of a step that only some ranks compute; in its place by the others, whose parameters it may need.
   virtual void meet_behind_share() {}
   // Whether its shards need no memory that ranks have in common.

@@ -378,17 +378,20 @@ std::string evaluate_in_shares(const World& world, bool check_unit_order) {
 }
 
 TEST(ElasticBatch, ELA04_ELA05_passes_without_gradients_of_unequal_shares) {
-  const auto run = [](bool check_unit_order) {
+  const auto run = [](bool check_unit_order, const char* transport = "tcp") {
     return test::run_ranks(
         3,
         [&](const World& world) {
           if (!check_unit_order) return evaluate_in_shares(world, false);
           return test::refusal([&] { evaluate_in_shares(world, true); });
         },
-        {}, test::Strategy{test::Sharding::fsdp, "tcp"}.options());
+        {}, test::Strategy{test::Sharding::fsdp, transport}.options());
   };
   for (const auto& rank : run(false)) EXPECT_EQ(rank.text, "");
   for (const auto& rank : run(true)) EXPECT_NE(rank.text.find("leave one of them out"), std::string::npos) << rank.text;
+  // Where ranks share memory, nothing is gathered, and there is nothing to compare.
+  const auto sharing = run(true, "auto");
+  for (const int rank : {0, 1}) EXPECT_EQ(sharing[static_cast<size_t>(rank)].text, "nothing was refused");
 }
 
 // Three ranks' shares on two: a plain backward after a step that the program's own exception ended is a mean over two.
