@@ -64,6 +64,20 @@ def test_PY05_wrong_arguments_are_one_sentence():
     on_ranks(refuses)
 
 
+class ClippingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 0.05)
+        return super().step(closure)
+
+
+class ClippingAdam(torch.optim.Adam):
+    """Clips as timm's Lamb does, which Adam's first step does not show."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 0.05)
+        return super().step(closure)
+
+
 class NoisySGD(torch.optim.SGD):
     def step(self, closure=None):
         for one in reversed(self.param_groups[0]["params"]):
@@ -71,14 +85,25 @@ class NoisySGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_PY06_what_a_trial_of_an_optimizer_draws_is_not_the_programs():
-    def constructs(rank):
+def test_PY05_optimizers_that_look_at_all_parameters_together_are_refused():
+    def refuses(rank):
         net = torch.nn.Linear(3, 2)
+        model = shoal.nn.FullyShardedDataParallel(torch.nn.Linear(3, 2), shard_by_parameter=True)
         before = torch.get_rng_state()
+        for kind in (ClippingSGD, ClippingAdam):
+            together = f"{kind.__name__} updates a parameter by what it has of all of them.*clip_grad"
+            for make in (
+                lambda: shoal.optim.OSS(net.parameters(), kind, lr=0.1),
+                lambda: shoal.optim.DistributedOptimizer(net, kind, element_wise=True, lr=0.1),
+                lambda: shoal.optim.FullyShardedOptimizer(model, kind, lr=0.1),
+                lambda: shoal.nn.DecentralizedDataParallel(net, kind, lr=0.1),
+            ):
+                with pytest.raises(shoal.UsageError, match=together):
+                    make()
         shoal.optim.OSS(net.parameters(), NoisySGD, lr=0.1)
         assert torch.equal(before, torch.get_rng_state())
 
-    on_ranks(constructs)
+    on_ranks(refuses)
 
 
 def test_PY05_wrap_policies_select_the_same_units():

@@ -11,7 +11,7 @@ import torch
 
 from .. import _C
 from .._mirror import parameters_where
-from ._state import changed_options, number_kinds
+from ._state import changed_options, depends_on_others, number_kinds
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -120,6 +120,12 @@ def recipe_of(
         raise _C.UsageError(
             f"{owner}: {type(sample).__name__} keeps {', '.join(changed)} in its param group, which would differ between the "
             "ranks' parts; use it with DistributedDataParallel"
+        )
+    if not known and depends_on_others(make, groups[0], first.dim()):
+        raise _C.UsageError(
+            f"{owner}: {type(sample).__name__} updates a parameter by what it has of all of them, as where step() clips by their "
+            "common norm, and here it has a part of them at a time: switch that off and clip with shoal's clip_grad or "
+            "clip_grad_norm, or use it with DistributedDataParallel"
         )
     resolved = [{**full, "params": group["params"]} for full, group in zip(sample.param_groups, groups, strict=True)]
     kind = type(sample)

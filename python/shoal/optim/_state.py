@@ -136,6 +136,35 @@ def changed_options(
         return []
 
 
+def depends_on_others(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], dimensions: int
+) -> bool:
+    """Whether the update of a small parameter is another beside a second one, as where step() clips by the norm of all. False
+    for a class that cannot take such steps, or draws random numbers."""
+
+    def steps(beside: bool, seed: int) -> list[torch.Tensor]:
+        shape = tuple(range(2, 2 + dimensions))
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for _ in range(2 if beside else 1)]
+        torch.manual_seed(seed)
+        optimizer = make([{**group, "params": parameters}])
+        for gradients in ((30.0, 1e4), (20.0, 1.0)):  # another ratio each time: Adam's update does not depend on the scale
+            for parameter, gradient in zip(parameters, gradients, strict=False):
+                parameter.grad = torch.full(shape, gradient)
+            step_within(optimizer)
+        kept = optimizer.state[parameters[0]].values()
+        return [parameters[0].detach(), *(value for value in kept if isinstance(value, torch.Tensor))]
+
+    def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        return all(torch.allclose(one, other, rtol=1e-4) for one, other in zip(ones, others, strict=True))
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone = steps(beside=False, seed=1)
+            return same(alone, steps(beside=False, seed=2)) and not same(alone, steps(beside=True, seed=1))
+    except Exception:  # of a class of the user's own
+        return False
+
+
 def loaded_options(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], saved: dict[str, Any]
 ) -> dict[str, Any]:
