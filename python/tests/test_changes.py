@@ -5,8 +5,10 @@ import copy
 import dataclasses
 import gc
 import pickle
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,11 +73,37 @@ class ClippingSGD(torch.optim.SGD):
 
 
 class ClippingAdam(torch.optim.Adam):
-    """Clips as timm's Lamb does, which Adam's first step does not show."""
+    """Adam's first step does not show that it clips."""
 
     def step(self, closure=None):
         torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 0.05)
         return super().step(closure)
+
+
+class CentredSGD(torch.optim.SGD):
+    """Clips gradients from which it has taken their means, in the groups that say so."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad.sub_(one.grad.mean())
+            if group.get("clips", True):
+                torch.nn.utils.clip_grad_norm_(group["params"], 0.05)
+        return super().step(closure)
+
+
+class DroppingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            if random.random() < 0.5 or np.random.rand() < 0.2:
+                one.grad.zero_()
+        return super().step(closure)
+
+
+class FallingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["lr"].mul_(0.5)
 
 
 class NoisySGD(torch.optim.SGD):
@@ -100,8 +128,21 @@ def test_PY05_optimizers_that_look_at_all_parameters_together_are_refused():
             ):
                 with pytest.raises(shoal.UsageError, match=together):
                     make()
+        for kind, rate in ((ClippingSGD, 1e-6), (ClippingSGD, 0.0), (ClippingAdam, 1e-5), (CentredSGD, 0.1)):
+            with pytest.raises(shoal.UsageError, match=kind.__name__):
+                shoal.optim.OSS([torch.nn.Parameter(torch.ones(2, 3, 1, 1))], kind, lr=rate)
+        groups = [{"params": [net.bias], "clips": False}, {"params": [net.weight]}]
+        with pytest.raises(shoal.UsageError, match="CentredSGD"):
+            shoal.optim.OSS(groups, CentredSGD, lr=0.1)
         shoal.optim.OSS(net.parameters(), NoisySGD, lr=0.1)
+        drawn = random.getstate(), str(np.random.get_state())
+        for _ in range(20):
+            shoal.optim.OSS(net.parameters(), DroppingSGD, lr=0.1)
+        assert (random.getstate(), str(np.random.get_state())) == drawn
         assert torch.equal(before, torch.get_rng_state())
+        rate = torch.tensor(0.1)
+        shoal.optim.OSS(net.parameters(), FallingSGD, lr=rate)
+        assert rate.item() == pytest.approx(0.1)
 
     on_ranks(refuses)
 

@@ -121,7 +121,8 @@ def recipe_of(
             f"{owner}: {type(sample).__name__} keeps {', '.join(changed)} in its param group, which would differ between the "
             "ranks' parts; use it with DistributedDataParallel"
         )
-    if not known and depends_on_others(make, groups[0], first.dim()):
+    firsts = [(group, group["params"][0].dim()) for group in groups if group["params"]]
+    if not known and any(depends_on_others(make, group, dimensions) for group, dimensions in firsts):
         raise _C.UsageError(
             f"{owner}: {type(sample).__name__} updates a parameter by what it has of all of them, as where step() clips by their "
             "common norm, and here it has a part of them at a time: switch that off and clip with shoal's clip_grad or "
