@@ -78,7 +78,7 @@ def without_cpu_options(options: dict[str, Any], module: torch.nn.Module) -> dic
     if getattr(rest.get("cpu_offload"), "offload_params", False):
         del rest["cpu_offload"]
     device = rest.get("device_id")
-    if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
+    if isinstance(device, (str, torch.device)) and str(device).partition(":")[0] == "cpu":
         del rest["device_id"]
     return rest
 
