@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
     def run(rank):
         seen = []
         end = Moment(rank, victim, where, died_at)
-        nets = []
+        nets, arrays = [], []
 
         def wrap(net):
             nets.append(net)
@@ -60,6 +61,9 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
             if (place, at, victim) == ("forward", 1, 2):  # as where another process evaluates
                 for parameter in nets[0].parameters():
                     parameter.share_memory_()
+                    arrays.append(parameter.detach().numpy())
+            if (place, at) == ("forward", 2):
+                assert all(np.isfinite(array).all() for array in arrays)
             if (place, at) == (end.where, end.step):
                 torch.save(seen, tmp_path / "victim")
             if (place, at, where, rank) == ("update", died_at, "in update", victim):

@@ -2,6 +2,7 @@
 
 #include <torch/utils.h>
 
+#include "memory/other_memory.h"
 #include "memory/views.h"
 
 namespace shoal {
@@ -101,7 +102,9 @@ void ParameterBuffer::take_moved() {
 void ParameterBuffer::leave_moved() {
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
-    if (moved(piece) && !written_[piece]) set_place(piece, part(layout_.range(piece)));
+    if (!moved(piece) || written_[piece]) continue;
+    give_other_memory(homes_[piece], part(layout_.range(piece)));
+    places_[piece] = homes_[piece].storage().data();
   }
 }
 

@@ -4,8 +4,7 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
-#include <cstddef>
-
+#include "memory/other_memory.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 
@@ -16,23 +15,6 @@ FlatLayout layout_of(const std::vector<NamedParameter>& members) {
   std::vector<int64_t> numels;
   for (const auto& member : members) numels.push_back(member.parameter.numel());
   return {numels, members.front().parameter.dtype().itemsize()};
-}
-
-struct Memories {
-  at::Tensor now;
-  c10::DataPtr former;
-};
-
-// `to` has the values already. Who else holds the storage may have the address of the former memory (as NumPy does), so
-// that stays then.
-void move_home(const at::Tensor& home, const at::Tensor& to) {
-  constexpr size_t own_uses = 2;  // the home and the parameter
-  auto* storage = home.storage().unsafeGetStorageImpl();
-  const bool used_elsewhere = home.storage().use_count() > own_uses;
-  auto former = storage->set_data_ptr(pointer_to(to));
-  if (!used_elsewhere) return;
-  storage->set_data_ptr_noswap({to.data_ptr(), new Memories{to, std::move(former)},
-                                [](void* held) { delete static_cast<Memories*>(held); }, to.device()});
 }
 
 }  // namespace
@@ -58,7 +40,7 @@ GossipBucket::GossipBucket(std::vector<NamedParameter> members, std::vector<at::
   const auto flat = aligned_zeros(numel(), members_.front().parameter.options().requires_grad(false));
   write_to(flat);
   for (size_t i = 0; i < members_.size(); ++i) {
-    move_home(homes_[i], flat.narrow(0, layout_.range(i).begin, layout_.range(i).size()));
+    give_other_memory(homes_[i], flat.narrow(0, layout_.range(i).begin, layout_.range(i).size()));
   }
   flat_ = flat;
 }
