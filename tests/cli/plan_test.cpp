@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -109,6 +110,22 @@ TEST(Plan, BEY11_a_hook_that_a_strategy_refuses_is_left_out_or_refused) {
     EXPECT_EQ(none.output.find("gradients as"), std::string::npos) << hook << "\n" << none.output;
   }
   EXPECT_NE(shoal({"plan", "--compress", "foo"}).output.find("--compress foo: give none, fp16"), std::string::npos);
+}
+
+TEST(Plan, BEY11_bf16_is_planned_for_strategies_with_float32_copies) {
+  const TempFolder folder;
+  const auto all = shoal({"plan", "--model", "mlp", "--dtype", "bf16", "--json", folder.file("plan.json")});
+  ASSERT_EQ(all.code, 0) << all.output;
+  EXPECT_NE(all.output.find("Without bf16: ddp"), std::string::npos) << all.output;
+  const auto one =
+      shoal({"plan", "--model", "mlp", "--dtype", "bf16", "--strategy", "megatron", "--json", folder.file("one.json")});
+  ASSERT_EQ(one.code, 0) << one.output;
+  const auto plans = read(folder.file("plan.json"))["strategies"];
+  EXPECT_NE(std::find(plans.begin(), plans.end(), read(folder.file("one.json"))["strategies"][0]), plans.end())
+      << plans;
+  const auto none = shoal({"plan", "--model", "mlp", "--dtype", "bf16", "--strategy", "ddp"});
+  EXPECT_EQ(none.code, 2) << none.output;
+  EXPECT_NE(none.output.find("strategy ddp keeps no float32 copies"), std::string::npos) << none.output;
 }
 
 double total(const std::string& dtype, const std::string& strategy, const std::string& ranks) {

@@ -170,11 +170,16 @@ int plan_built_in(const CommandOptions& options) {
                  {"strategies", Json::array()}};
   Plan plan;
   std::map<at::ScalarType, PlannedModule> by_dtype;
+  std::vector<std::string> left_out;
   auto names = plannable_strategies();
   if (options.strategy == "all" && options.hosts == 1) std::erase(names, "hybrid");
   ProgressBar progress(options.strategy == "all" ? static_cast<int64_t>(names.size()) : 1, {.unit = "strategies"});
   for (const auto& strategy : names) {
-    if (!wanted(options, strategy) || (options.strategy == "all" && !has_dtype(strategy, options.train))) continue;
+    if (!wanted(options, strategy)) continue;
+    if (options.strategy == "all" && !has_dtype(strategy, options.train)) {
+      left_out.push_back(strategy);
+      continue;
+    }
     auto train = options.train;
     train.strategy = strategy;
     train.complete();
@@ -203,7 +208,9 @@ int plan_built_in(const CommandOptions& options) {
   const auto title = fmt::format("{} {} on {} rank(s), {}, {}{}; MiB of the rank that holds most\n\n",
                                  options.train.model, options.train.size, ranks, options.train.dtype,
                                  options.train.optimizer, compress == "none" ? "" : ", gradients as " + compress);
-  finish(options, title + plan.table(), report);
+  const auto note =
+      left_out.empty() ? "" : fmt::format("\nWithout {}: {}\n", options.train.dtype, fmt::join(left_out, ", "));
+  finish(options, title + plan.table() + note, report);
   return 0;
 }
 
@@ -228,9 +235,9 @@ void check(CommandOptions& options) {
     throw UsageError("--strategy hybrid: with --params, plan fsdp on the ranks of one host");
   }
   options.train.data = "reference";
+  if (options.strategy != "all") options.train.strategy = options.strategy;
+  if (options.strategy == "all" && options.train.dtype == "bf16") options.train.strategy = "fsdp";  // one that has it
   auto train = options.train;
-  if (options.strategy != "all") train.strategy = options.strategy;
-  if (options.strategy == "all" && train.dtype == "bf16") train.strategy = "fsdp";  // for the checks
   if (options.params) {
     element_bytes(train.dtype, "adamw");  // throws its own errors for unknown names
     train.dtype = "float32";
