@@ -34,6 +34,7 @@ TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"trace", "frob"}, "there is no command trace frob; there are merge (");
   expect_refused({"checkpoint", "export", "run", "hf", "--shard-gb", "0"}, "--shard-gb 0: give 1e-9 to 1e9");
   expect_refused({"checkpoint", "export", "run", "model.pth"}, "model.pth: give FILE.safetensors, FILE.pt");
+  expect_refused({"checkpoint", "export", "run", "model.PTH"}, "model.PTH: give FILE.safetensors, FILE.pt");
   expect_refused({"plan", "--params", "7B"}, "--params 7B: give a number, such as 7e9");
   expect_refused({"checkpoint", "verify", "--deep", "somewhere"}, "there is no option --deep");
   expect_refused({"launch", "--stop-grace", "-1", "--", "true"}, "-1 seconds to stop in: give 0 or more");
@@ -85,6 +86,7 @@ TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"train", "--dtype", "bf16"}, "--dtype bf16: strategy ddp keeps no float32 copies");
   expect_refused({"train", "--dtype", "bf16", "--strategy", "fsdp", "--replan", "3:zero1"},
                  "take bf16_mixed, a strategy");
+  expect_refused({"train", "--dtype", "bf16_pure", "--replan", "3:fsdp"}, "with --replan, all can take bf16_mixed");
   expect_refused({"train", "--dtype", "bf16_pure", "--strategy", "fsdp"}, "--dtype bf16_pure: strategy fsdp keeps");
   expect_refused({"train", "--accumulate", "0"}, "--accumulate 0");
   expect_refused({"train", "--bucket-cap-mb", "-2"}, "bucket_cap_mb is -2");

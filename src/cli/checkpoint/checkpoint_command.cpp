@@ -3,11 +3,14 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <system_error>
 
 #include "base/limits.h"
 #include "base/printable.h"
@@ -125,12 +128,18 @@ int verify(const CheckpointOptions& options) {
   return 0;
 }
 
-// A folder of such a name would be taken for a file.
+// A new folder of such a name would be taken for a file.
 void require_known_file(const std::filesystem::path& output) {
   static const std::set<std::string> others{".pth", ".bin", ".ckpt", ".npz", ".onnx", ".h5", ".pkl"};
-  if (!others.contains(output.extension().string())) return;
+  auto extension = output.extension().string();
+  std::transform(extension.begin(), extension.end(), extension.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  std::error_code ignored;
+  if (!others.contains(extension) || std::filesystem::is_directory(output, ignored)) return;
   throw UsageError(
-      fmt::format("OUTPUT {}: give FILE.safetensors, FILE.pt for Python's torch.load, or a folder", output.string()));
+      fmt::format("OUTPUT {}: give FILE.safetensors, FILE.pt for Python's torch.load, or a folder, which ends with / "
+                  "if it has such a name",
+                  output.string()));
 }
 
 int export_model(const CheckpointOptions& options) {

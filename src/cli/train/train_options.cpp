@@ -88,7 +88,9 @@ void check_dtype(const TrainOptions& options) {
     try {
       precision_of(name, options.dtype);
     } catch (const UsageError& error) {
-      throw UsageError(fmt::format("--dtype {}", error.what()));
+      const bool several = options.course().size() > 1;
+      throw UsageError(
+          fmt::format("--dtype {}{}", error.what(), several ? "; with --replan, all can take bf16_mixed" : ""));
     }
   }
 }
