@@ -143,7 +143,6 @@ void require_known_file(const std::filesystem::path& output) {
 }
 
 int export_model(const CheckpointOptions& options) {
-  require_known_file(options.output);
   const CheckpointReader reader(options.path);
   require_outputs(options, reader);
   const std::filesystem::path output = options.output;
@@ -195,8 +194,13 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
   add("verify", "reads everything and compares checksums", verify);
   auto* exports = add("export", "whole tensors for other programs, as they read them", export_model);
   exports
-      ->add_option("OUTPUT", options->output,
-                   "FILE.safetensors, FILE.pt for Python's torch.load, or a new folder in the layout of Hugging Face")
+      ->add_option_function<std::string>(
+          "OUTPUT",
+          [options](const std::string& output) {
+            require_known_file(output);
+            options->output = output;
+          },
+          "FILE.safetensors, FILE.pt for Python's torch.load, or a new folder in the layout of Hugging Face")
       ->required();
   exports->add_option("--part", options->part, "part of the checkpoint to export")->capture_default_str();
   exports
