@@ -157,15 +157,17 @@ TEST(Launch, SCA09_an_interrupt_ends_a_launcher_that_waits_for_the_other_nodes) 
     return std::string(SHOAL) + " launch --nnodes 2 -n 1 --node-rank " + node + " --port " + port + " -- " + program;
   };
   // Node 0's rank has ended, and its launcher waits for node 1's, with the store.
-  const auto ended = run({"sh", "-c",
-                          line("1", "sleep 20") + " & other=$!; " + line("0", "echo first has ended") +
-                              " & pid=$!; sleep 1.5; kill -0 $pid && echo it waits; kill -INT $pid; wait $pid; "
-                              "echo code $?; kill -INT $other; wait $other"},
-                         30);
-  EXPECT_TRUE(contains(ended, "first has ended")) << ended.output;
+  const test::TempFolder folder;
+  const auto first = folder.file("first_has_ended");
+  const auto ended =
+      run({"sh", "-c",
+           line("1", "sleep 20") + " & other=$!; " + line("0", "touch " + first) + " & pid=$!; while [ ! -e " + first +
+               " ]; do sleep 0.1; done; sleep 1; kill -0 $pid && echo it waits; kill -INT $pid; "
+               "wait $pid; echo code $?; kill -INT $other; wait $other"},
+          30);
   EXPECT_TRUE(contains(ended, "it waits")) << ended.output;
   EXPECT_TRUE(contains(ended, "code 130")) << ended.output;
-  EXPECT_LT(ended.seconds, 10);
+  EXPECT_LT(ended.seconds, 18) << "before node 1's has ended";
 }
 
 TEST(Launch, SCA09_options_of_several_nodes_are_checked) {
