@@ -68,8 +68,7 @@ convert_sync_batch_norm(const Holder& module, const Group& group) {
   if (convert_sync_batch_norm(held, group) == held) return module;
   throw UsageError(
       "convert_sync_batch_norm: the module itself is a batch norm, and its holder can hold no other type; declare it "
-      "as "
-      "shoal::SyncBatchNorm");
+      "as shoal::SyncBatchNorm");
 }
 
 }  // namespace shoal

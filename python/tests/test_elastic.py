@@ -26,6 +26,7 @@ from elastic_loop import (
     replay,
     sgd,
     train,
+    trained_alone,
 )
 from ranks import Ranks
 
@@ -151,12 +152,7 @@ def test_ELA04_a_rank_dies_while_the_others_gather_units(where, victim):
     tcp = shoal.distributed.Options(transport="tcp")
     outcomes = Ranks(run, ranks=3, init={"pg_options": tcp}).outcomes(timeout=60)
     assert outcomes[victim][1] == "exit code -9"
-    net = make()
-    optimizer = make_optimizer(net)
-    for _ in range(3):
-        loss_of(net(X), Y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    net = trained_alone(3, make)
     for rank in {0, 1, 2} - {victim}:
         assert outcomes[rank][0], outcomes[rank]
         assert outcomes[rank][1][1] == 2

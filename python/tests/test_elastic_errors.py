@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from elastic_loop import Samples, X, Y, ddp, distance, flat, fsdp, loss_of, make_net, make_optimizer, megatron, zero2
+from elastic_loop import Samples, X, Y, ddp, distance, flat, fsdp, loss_of, make_net, make_optimizer, megatron, trained_alone, zero2
 from ranks import Ranks, on_ranks
 
 
@@ -299,13 +299,7 @@ def test_ELA02_a_state_that_was_loaded_before_an_elastic_loop(wrap):
 
     outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
     assert outcomes[0][0] and outcomes[2][0] and outcomes[0][1] == outcomes[2][1], outcomes
-    net = make_net()
-    optimizer = make_optimizer(net)
-    for _ in range(6):
-        loss_of(net(X), Y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert distance(outcomes[0][1], flat(net)) < 1e-12
+    assert distance(outcomes[0][1], flat(trained_alone(6))) < 1e-12
 
 
 def test_ELA01_a_group_of_former_ranks_in_a_step_is_an_error_and_no_endless_loop():
