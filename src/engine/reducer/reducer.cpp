@@ -191,6 +191,7 @@ void Reducer::refuse_again(size_t gradient) const {
 void Reducer::mark_ready(size_t gradient) {
   if (!buckets_.of(gradient).sparse()) {
     reuse_memory(gradient);
+    if (callbacks.after_sum) release_finished();
     const TimedScope scope(timeline_of(group_), "copy", steps_);
     step_->untouched[gradient] = accumulated_.hand_over(gradient, scale());
   }

@@ -96,6 +96,7 @@ double Reducer::wait_for_buckets() {
     const bool early = std::none_of(step_->schedule.sums().begin(), step_->schedule.sums().end(),
                                     [](const auto& sum) { return bool(sum.next_stage); });
     if (early) issue_trailer();
+    if (callbacks.after_sum) release_finished(/*all=*/true);  // what follows a sum waits for no other
     for (auto round = advance(step_->schedule.sums()); !round.empty();) round = advance(round);
     if (!early) issue_trailer();
     step_->trailer_work.wait();
