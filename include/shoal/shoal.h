@@ -23,6 +23,7 @@
 #include "shoal/progress.h"
 #include "shoal/schedules.h"
 #include "shoal/shard_gossip.h"
+#include "shoal/strategy.h"
 #include "shoal/sync_batch_norm.h"
 #include "shoal/telemetry.h"
 #include "shoal/topology.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 
 namespace shoal {
 

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 
 namespace shoal {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 
 namespace shoal {
 

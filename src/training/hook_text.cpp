@@ -5,7 +5,7 @@
 #include <charconv>
 #include <vector>
 
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 
 namespace shoal {
 namespace {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 
 namespace shoal {
 namespace {

@@ -1,8 +1,8 @@
 #pragma once
 // Options of strategies that mix with neighbours.
 
+#include "shoal/strategy.h"
 #include "shoal/topology.h"
-#include "shoal/training.h"
 
 namespace shoal {
 

@@ -3,7 +3,7 @@
 
 #include "shoal/ddp.h"
 #include "shoal/megatron.h"
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 #include "shoal/zero.h"
 
 namespace shoal {

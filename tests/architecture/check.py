@@ -24,7 +24,7 @@ HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm
            "data": "loop", "elastic": "elastic", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "elastic_training": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
            "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
            "fsdp": "strategy", "local_sgd": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
-           "shard_gossip": "strategy", "training": "training", "bench": "planning", "plan": "planning", "zero": "strategy"}
+           "shard_gossip": "strategy", "strategy": "training", "training": "training", "bench": "planning", "plan": "planning", "zero": "strategy"}
 # Headers of a strategy that are not named after it.
 STRATEGIES = {"optimizer_in_backward": "ddp", "local_sgd": "local_updates"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.M)

@@ -13,8 +13,8 @@
 #include "comm/transport/transport.h"
 #include "models/registry.h"
 #include "shoal/plan.h"
+#include "shoal/strategy.h"
 #include "shoal/topology.h"
-#include "shoal/training.h"
 
 namespace shoal::cli {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cli/train/train_options.h"
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 
 namespace shoal::cli {
 

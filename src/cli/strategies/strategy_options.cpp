@@ -7,7 +7,7 @@
 #include <iterator>
 #include <vector>
 
-#include "shoal/training.h"
+#include "shoal/strategy.h"
 
 namespace shoal::cli {
 namespace {
