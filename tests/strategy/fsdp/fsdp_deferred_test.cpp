@@ -166,12 +166,12 @@ TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_tr
 
   FullyShardedOptimizer<FusedAdamW> optimizer(parallel, AdamWOptions(1e-3));
   double pages = 0;
-  for (int step = 0; step < 20; ++step) {
+  for (int step = 0; step < 8; ++step) {
     const auto x = at::randn({8, width});
     parallel.forward(x).square().sum().backward();
     optimizer.step();
     optimizer.zero_grad();
-    if (step == 10) pages = static_cast<double>(test::proportional_bytes()) - pages_before;
+    if (step == 6) pages = static_cast<double>(test::proportional_bytes()) - pages_before;
   }
   const double live = static_cast<double>(meter.peak()) - live_before;
   // In flight: up to five buckets, over Gloo each with a receive buffer of its size; three pages; a gradient.
@@ -228,7 +228,7 @@ TEST(FsdpDeferred, FSDP12_a_model_that_the_systems_limit_keeps_from_being_whole_
   if (group().size() == 1) GTEST_SKIP() << "nobody to share it with";
   if (test::counts_freed_memory) GTEST_SKIP() << "the address sanitizer takes memory of its own";
   test::return_freed_memory();
-  constexpr int64_t layers = 256, width = 320;
+  constexpr int64_t layers = 160, width = 320;
   constexpr int64_t parameters = layers * (width * width + width);
   // Makes threads and staging buffers, which are never freed.
   const bool shared = train_sharded(2, width, std::nullopt);
