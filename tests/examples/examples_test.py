@@ -95,9 +95,9 @@ class Test:
 
     def language_model(self):
         folder = self.folder("runs")
-        whole = self.launch("language_model", LICENCES, folder / "whole", 24)
-        self.launch("language_model", LICENCES, folder / "stopped", 24, 8)
-        resumed = self.launch("language_model", LICENCES, folder / "stopped", 24)
+        whole = self.launch("language_model", LICENCES, folder / "whole", 16)
+        self.launch("language_model", LICENCES, folder / "stopped", 16, 8)
+        resumed = self.launch("language_model", LICENCES, folder / "stopped", 16)
         check("resumed at step 8" in resumed, "the second run resumes")
         losses = [re.findall(r"step (\d+): loss ([\d.]+)", output) for output in (whole, resumed)]
         check(losses[0][-2:] == losses[1][-2:], f"a resumed run equals one without a stop: {losses}")
@@ -115,10 +115,10 @@ class Test:
         tuned = self.folder("tuned")
         shutil.copytree(folder, tuned, dirs_exist_ok=True)
         text = LICENCES / "GPL-3"
-        output = self.launch("finetuning", folder, text, tuned / "model.safetensors", 100)
+        output = self.launch("finetuning", folder, text, tuned / "model.safetensors", 50)
         check(numbers(r"transformers: ([\d.e-]+)", output)[0] < 1e-4, "logits equal those of transformers")
         losses = numbers(r"loss ([\d.]+)", output)
-        check(losses[-1] < 3.0, f"a loss below 3: {losses}")
+        check(losses[-1] < 3.4, f"a loss below 3.4: {losses}")
         here = numbers(r"after fine-tuning: ([\d.]+)", output)[0]
         there = numbers(r"largest difference ([\d.]+)", run(python, tool, tuned, "--compare"))[0]
         check(here > 0.1 and abs(here - there) < 1e-3, f"transformers opens what was trained: {here}, {there}")
