@@ -244,7 +244,9 @@ class FullParameters {
 // param_dtype, a tensor of another floating-point dtype is converted and its full precision goes into the float32
 // copies; without it, another dtype is a UsageError, as is a parameter that was frozen at construction and now requires
 // a gradient. Writes through data_ptr() outside of summon_full_params() are lost. Saves, full_state_dict() and
-// state_dict() show the values in place and adopt nothing: the program may put its own back afterwards. What it holds of
+// state_dict() show the values in place and adopt nothing: the program may put its own back afterwards. Where an evaluation or
+// summon_full_params() has adopted averages meanwhile, elements that come back as they were before the first of these changes since
+// the last step() get back all bits of their float32 copies; until then ranks keep a second copy of shards that were changed. What it holds of
 // a replaced parameter's memory (own = p.data()) keeps its values, whatever is adopted. Over sockets, tensors from data() of
 // other parameters of the unit are left behind then: take them anew.
 //

@@ -349,6 +349,43 @@ def mapped_again(tensor):
 
 
 @pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_FSDP05_after_an_evaluation_with_averages_the_float32_copies_have_all_their_bits(transport):
+    def evaluates(rank):
+        net = models.make("gpt")
+        model = shoal.nn.FullyShardedDataParallel(net, group_over(transport), param_dtype=torch.bfloat16)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=1e-3)
+        parameters = dict(net.named_parameters())
+
+        def copies(values):
+            for name, parameter in parameters.items():
+                parameter.copy_(values[name])
+
+        def replaces(values):
+            for name, parameter in parameters.items():
+                parameter.data = values[name]
+
+        for swap in (copies, replaces):
+            losses_of(model, optimizer, "gpt", steps=1)
+            before = model.state_dict()
+            with torch.no_grad():
+                own = {name: parameter.clone() if swap is copies else parameter.data for name, parameter in parameters.items()}
+                averages = {name: 1.1 * before[name] for name in own}
+                swap(averages)
+                model(models.batch("gpt", 0, rank)[0])
+                with model.summon_full_params(writeback=False):
+                    for name, parameter in parameters.items():
+                        assert torch.equal(parameter, averages[name].to(torch.bfloat16)), name
+                swap(own)
+            for _ in range(2):
+                for name, value in model.state_dict().items():
+                    assert torch.equal(value, before[name]), name
+                with model.summon_full_params(writeback=False):
+                    pass  # takes over what was put back
+
+    on_ranks(evaluates)
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_PY05_parameters_that_other_processes_get_are_trained_all_the_same(transport):
     def trains(rank):
         group = group_over(transport)

@@ -12,21 +12,8 @@
 
 namespace shoal {
 
-// Part by part, because what is compared takes memory, too.
-void take_written(const at::Tensor& elements, const at::Tensor& copy) {
-  constexpr int64_t at_once = int64_t{1} << 20;
-  const auto divided = [](const at::Tensor& tensor) {
-    return (tensor.dim() == 0 ? tensor.unsqueeze(0) : tensor).split(at_once);
-  };
-  const auto exact = divided(copy.detach());
-  const auto now = divided(elements);
-  for (size_t i = 0; i < exact.size(); ++i) {
-    const auto written = now[i] != exact[i].to(now[i].scalar_type());
-    exact[i].copy_(at::where(written, now[i].to(exact[i].scalar_type()), exact[i]));
-  }
-}
-
-at::Tensor current_values(const ParameterGather& gather, const Slice& slice, const at::Tensor& main) {
+at::Tensor current_values(const ParameterGather& gather, const Slice& slice, const at::Tensor& main,
+                          const FormerValues& former) {
   const torch::NoGradGuard no_grad;
   const auto changed = gather.changed();
   if (std::find(changed.begin(), changed.end(), slice.piece) == changed.end()) return main.detach();
@@ -35,7 +22,7 @@ at::Tensor current_values(const ParameterGather& gather, const Slice& slice, con
   const auto flat = in_memory_order(values);
   const auto own = gather.elements(slice).scalar_type();
   if (main.scalar_type() != own && now.scalar_type() == own) {
-    take_written(now, flat);
+    former.show(now, flat);
   } else {
     flat.copy_(now);
   }
@@ -186,7 +173,7 @@ void ShardedModule::adopt_alone() {
 }
 
 at::Tensor ShardedModule::current(const OwnedPiece& piece) const {
-  return current_values(*gathers_[piece.bucket], piece.slice, piece.main);
+  return current_values(*gathers_[piece.bucket], piece.slice, piece.main, piece.former);
 }
 
 // The float32 copies of parameters that have other values: of those in another dtype, which may hold more than their own
@@ -194,15 +181,15 @@ at::Tensor ShardedModule::current(const OwnedPiece& piece) const {
 // was, and a load may give a parameter what its copy rounds to.
 void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) {
   const auto refresh = [&](const ParameterWatch& watch, size_t number, const Slice& slice, const at::Tensor& elements,
-                           const at::Tensor& exact) {
+                           const at::Tensor& exact, const FormerValues& former) {
     if (!in_other_dtype) {
-      take_written(elements, exact);
+      former.take(elements, exact, /*certain=*/true);
     } else if (watch.other_floating_dtype(number)) {
       const auto& parameter = watch.parameters()[number];
       auto values =
           at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
-      exact.detach().copy_(
-          in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
+      former.give(in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()),
+                  exact);
     }
   };
   const auto holds = [](const std::vector<size_t>& list, size_t piece) {
@@ -212,13 +199,13 @@ void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) 
     for (const auto& piece : *list) {
       if (!piece.copied || !holds(changes.trainable[piece.bucket], piece.slice.piece)) continue;
       refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,
-              piece.main.as_strided({piece.main.numel()}, {1}));
+              piece.main.as_strided({piece.main.numel()}, {1}), piece.former);
     }
   }
   for (size_t number = 0; number < frozen_.size(); ++number) {
     for (const auto& piece : frozen_[number].pieces) {
       if (!piece.exact.defined() || !holds(changes.frozen[number], piece.slice.piece)) continue;
-      refresh(frozen_[number].watch, piece.slice.piece, piece.slice, piece.elements, piece.exact);
+      refresh(frozen_[number].watch, piece.slice.piece, piece.slice, piece.elements, piece.exact, piece.former);
     }
   }
 }

@@ -34,6 +34,7 @@ bool ShardedModule::has_pages() const {
 void ShardedModule::hold_second() {
   const torch::NoGradGuard no_grad;
   second_ = std::make_shared<SecondCopies>(*reducer_);
+  drop_former();  // second owners have none
   for (size_t number = 0; number < gathers_.size(); ++number) {
     std::vector<Range> ranges;
     for (const auto& copy : second_->of(number)) ranges.push_back(copy.range);

@@ -76,11 +76,11 @@ void OwnedPiece::move_to(const at::Tensor& now) {
 }
 
 void OwnedPiece::take_back() const {
-  if (copied) take_written(outgoing, main.as_strided({main.numel()}, {1}));
+  if (copied) former.take(outgoing, main.as_strided({main.numel()}, {1}), /*certain=*/false);
 }
 
 void FrozenPiece::take_back() const {
-  if (exact.defined()) take_written(elements, exact);
+  if (exact.defined()) former.take(elements, exact, /*certain=*/false);
 }
 
 bool ShardedModule::shared() const {
@@ -118,11 +118,21 @@ void ShardedModule::serve_readers() {
 void ShardedModule::publish(const Label& label) {
   require_going_on();
   written_ = false;
+  drop_former();
   first_touch_.touch_all();
   for (const auto* list : {&pieces_, &second_pieces_}) {
     for (const auto& piece : *list) piece.put_out();
   }
   std::for_each(gathers_.rbegin(), gathers_.rend(), [&](const auto& gather) { gather->publish(label); });
+}
+
+void ShardedModule::drop_former() const {
+  for (const auto* list : {&pieces_, &second_pieces_}) {
+    for (const auto& piece : *list) piece.former.drop();
+  }
+  for (const auto& frozen : frozen_) {
+    for (const auto& piece : frozen.pieces) piece.former.drop();
+  }
 }
 
 void ShardedModule::wait(const Label& label, bool at_first_touch) {

@@ -11,6 +11,7 @@
 #include "engine/elastic/shared_state.h"
 #include "engine/paging/first_touch.h"
 #include "engine/reducer/reducer.h"
+#include "engine/sharded/former_values.h"
 #include "engine/sharded/parameter_gather.h"
 #include "engine/sharded/sharded_state.h"
 #include "engine/wrapper/parameter_watch.h"
@@ -39,6 +40,9 @@ struct OwnedPiece {
   bool counted = true;  // included in norms and counts; false: another rank, which holds the same parameter, includes
                         // it
 
+  // Of a float32 copy.
+  FormerValues former{};
+
   // Copies updated values to `outgoing`.
   void put_out() const;
   // Copies values that the user has written back to `main`. Elements of a float32 copy that were not written keep their
@@ -53,17 +57,16 @@ inline bool has_copy(const at::Tensor& parameter) {
   return parameter.element_size() < static_cast<int64_t>(sizeof(float));
 }
 
-// Takes over elements that differ from their rounded copy; others keep the copy's precision.
-void take_written(const at::Tensor& elements, const at::Tensor& copy);
-
 // `main`, a copy of this rank's elements or these themselves, with the program's changes that are not adopted yet.
-at::Tensor current_values(const ParameterGather& gather, const Slice& slice, const at::Tensor& main);
+at::Tensor current_values(const ParameterGather& gather, const Slice& slice, const at::Tensor& main,
+                          const FormerValues& former);
 
 // This rank's elements of a frozen parameter.
 struct FrozenPiece {
   Slice slice{};          // position in the layout of the parameter's gather
   at::Tensor elements{};  // one-dimensional
   at::Tensor exact{};     // float32 copy of 16-bit elements, from before they were rounded; undefined: there is none
+  FormerValues former{};
 
   const at::Tensor& values() const { return exact.defined() ? exact : elements; }
   // Like OwnedPiece::take_back().
@@ -145,6 +148,8 @@ class ShardedModule {
   // Whether there were changes since the last update, also in summon_full_params(), as note_written() tells.
   bool is_written() const { return written_ || changed(); }
   void note_written() { written_ = true; }
+  // The float32 copies have been updated or loaded: what they were before does not come back.
+  void drop_former() const;
   // The part of adopt_changes() that is not collective: throws what it would reject.
   void require_kinds() const;
   // While off, writes are not detected.

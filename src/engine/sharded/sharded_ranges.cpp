@@ -135,6 +135,7 @@ void ShardedOptimizerCore::State::publish() {
 
 void ShardedOptimizerCore::State::end_step(bool scaled) {
   for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
+  for (const auto& module : modules) module->drop_former();
   if (second) {
     second->updated = shards();
     second->before.reset();
@@ -227,6 +228,7 @@ OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) co
 void ShardedOptimizerCore::load_state_dict(const OptimizerState& state) {
   this->state().require_known(*this);
   this->state().load(this->state().state_pieces(), state);
+  for (const auto& module : this->state().modules) module->drop_former();
   this->state().agreement.loaded = digest_of(state);
 }
 

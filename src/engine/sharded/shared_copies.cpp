@@ -93,6 +93,7 @@ void ShardedModule::keep_pieces(const ShardedModule& former) {
     const auto& kept = former.pieces_[i].main;
     if (!pieces_[i].copied) kept.set_data(pieces_[i].main.detach());
     pieces_[i].main = kept;
+    pieces_[i].former = former.pieces_[i].former;
   }
 }
 

@@ -35,7 +35,9 @@ struct FullyShardedCore::Shards {
     // Undefined: there are none.
     at::Tensor copies;
 
-    at::Tensor current(const FrozenPiece& piece) const { return current_values(*gather, piece.slice, piece.values()); }
+    at::Tensor current(const FrozenPiece& piece) const {
+      return current_values(*gather, piece.slice, piece.values(), piece.former);
+    }
   };
   std::vector<Frozen> frozen{};
   // State of a summon_full_params scope.

@@ -5,8 +5,12 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <map>
+#include <optional>
+
 #include "checkpoint/loading/reader.h"
 #include "shoal/checkpoint.h"
+#include "shoal/fsdp.h"
 #include "shoal/optim.h"
 #include "shoal/training.h"
 #include "tests/support/models.h"
@@ -153,6 +157,119 @@ TEST(SwappedCopies, BEY05_saves_and_reads_with_other_values_keep_the_copies) {
       EXPECT_TRUE(at::equal(ends[1].at(parameter).tensors.at("main_param"), copy)) << parameter;
     }
   }
+}
+
+using Values = std::map<std::string, at::Tensor>;
+
+struct Fsdp16 {
+  Fsdp16() : model(seeded(1)) {
+    model->to(at::kFloat);
+    model->second->weight.set_requires_grad(false);
+    const FullyShardedDataParallelOptions options{.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>(),
+                                                  .param_dtype = at::kBFloat16};
+    parallel.emplace(model, group(), options);
+    optimizer.emplace(*parallel, SGDOptions(1e-4));
+  }
+  void train(int64_t step) {
+    mean_loss(parallel->forward(batch(group().rank(), step))).backward();
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  void evaluate() {
+    const torch::NoGradGuard no_grad;
+    parallel->forward(batch(group().rank(), 50));
+  }
+  void summon() { const auto whole = parallel->summon_full_params(false); }
+
+  Mlp model;
+  std::optional<FullyShardedDataParallel<MlpImpl>> parallel{};
+  std::optional<FullyShardedOptimizer<SGD>> optimizer{};
+};
+
+// How averages take the place of parameters, and how the training's own come back.
+using Swap = std::function<void(Fsdp16&, const Values& averages, const std::function<void()>& act)>;
+
+void in_place(Fsdp16& run, const Values& averages, const std::function<void()>& act) {
+  const torch::NoGradGuard no_grad;
+  const auto own = copies(*run.model);
+  for (auto& entry : run.model->named_parameters()) entry.value().copy_(averages.at(entry.key()));
+  act();
+  const auto parameters = run.model->parameters();
+  for (size_t i = 0; i < own.size(); ++i) at::Tensor(parameters[i]).copy_(own[i]);
+}
+
+void in_scopes(Fsdp16& run, const Values& averages, const std::function<void()>& act) {
+  const torch::NoGradGuard no_grad;
+  std::vector<at::Tensor> own;
+  {
+    const auto whole = run.parallel->summon_full_params();
+    own = copies(*run.model);
+    for (auto& entry : run.model->named_parameters()) entry.value().copy_(averages.at(entry.key()));
+  }
+  act();
+  const auto whole = run.parallel->summon_full_params();
+  const auto parameters = run.model->parameters();
+  for (size_t i = 0; i < own.size(); ++i) at::Tensor(parameters[i]).copy_(own[i]);
+}
+
+Swap in_other_memory(at::ScalarType dtype) {
+  return [dtype](Fsdp16& run, const Values& averages, const std::function<void()>& act) {
+    std::vector<at::Tensor> own;
+    for (auto& entry : run.model->named_parameters()) {
+      own.push_back(entry.value().data());
+      entry.value().set_data(averages.at(entry.key()).to(dtype, /*non_blocking=*/false, /*copy=*/true));
+    }
+    act();
+    const auto parameters = run.model->parameters();
+    for (size_t i = 0; i < own.size(); ++i) parameters[i].set_data(own[i]);
+  };
+}
+
+void expect_equal(const Values& values, const Values& expected, const std::string& when) {
+  for (const auto& [name, value] : expected) EXPECT_TRUE(at::equal(values.at(name), value)) << name << ' ' << when;
+}
+
+// The averages are adopted meanwhile. Most are so near that they are the same in 16 bits.
+TEST(SwappedCopies, FSDP05_after_an_evaluation_with_averages_the_copies_have_all_their_bits) {
+  const std::vector<std::pair<std::string, Swap>> ways{{"in place", in_place},
+                                                       {"in scopes", in_scopes},
+                                                       {"in other memory", in_other_memory(at::kBFloat16)},
+                                                       {"in float32", in_other_memory(at::kFloat)}};
+  Fsdp16 run;
+  int64_t step = 0;
+  for (const auto& [name, swap] : ways) {
+    SCOPED_TRACE(name);
+    for (const double factor : {1.0001, 1.5}) {
+      run.train(step++);
+      const auto own = run.parallel->full_state_dict();
+      Values averages;
+      for (const auto& [parameter, value] : own) averages[parameter] = value * factor;
+      swap(run, averages, [&] {
+        run.evaluate();
+        run.summon();
+        for (const auto& [parameter, value] : run.parallel->full_state_dict()) {
+          EXPECT_TRUE(at::equal(value.to(at::kBFloat16), averages.at(parameter).to(at::kBFloat16))) << parameter;
+        }
+        run.evaluate();
+      });
+      expect_equal(run.parallel->full_state_dict(), own, "at once");
+      run.summon();
+      expect_equal(run.parallel->full_state_dict(), own, "adopted");
+    }
+  }
+}
+
+// What is not an evaluation: float32 values that stay count to the last bit, though they are the same in 16 bits.
+TEST(SwappedCopies, FSDP05_averages_that_stay_count_to_the_last_bit) {
+  Fsdp16 run;
+  run.train(0);
+  Values averages;
+  for (const auto& [name, value] : run.parallel->full_state_dict()) averages[name] = value * 1.0001;
+  for (auto& entry : run.model->named_parameters()) entry.value().set_data(averages.at(entry.key()).clone());
+  run.evaluate();
+  run.summon();
+  { const auto whole = run.parallel->summon_full_params(); }
+  expect_equal(run.parallel->full_state_dict(), averages, "");
 }
 
 }  // namespace

@@ -1,0 +1,76 @@
+#include "engine/sharded/former_values.h"
+
+#include <torch/utils.h>
+
+#include <utility>
+#include <vector>
+
+namespace shoal {
+namespace {
+
+// Part by part, because what is compared takes memory, too.
+std::vector<at::Tensor> parts(const at::Tensor& tensor) {
+  constexpr int64_t at_once = int64_t{1} << 20;
+  return (tensor.dim() == 0 ? tensor.unsqueeze(0) : tensor).split(at_once);
+}
+
+// Where elements are not what their copy rounds to.
+at::Tensor written(const at::Tensor& elements, const at::Tensor& copy) {
+  return elements != copy.to(elements.scalar_type());
+}
+
+bool any_written(const at::Tensor& elements, const at::Tensor& copy) {
+  const auto now = parts(elements);
+  const auto exact = parts(copy);
+  for (size_t i = 0; i < exact.size(); ++i) {
+    if (written(now[i], exact[i]).any().item<bool>()) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void take_written(const at::Tensor& elements, const at::Tensor& copy) {
+  const auto now = parts(elements);
+  const auto exact = parts(copy.detach());
+  for (size_t i = 0; i < exact.size(); ++i) {
+    exact[i].copy_(at::where(written(now[i], exact[i]), now[i].to(exact[i].scalar_type()), exact[i]));
+  }
+}
+
+void FormerValues::show(const at::Tensor& elements, const at::Tensor& copy) const {
+  take_written(elements, copy);
+  if (!state_->values.defined()) return;
+  const auto now = parts(elements);
+  const auto exact = parts(copy.detach());
+  const auto former = parts(state_->values);
+  for (size_t i = 0; i < exact.size(); ++i) {
+    exact[i].copy_(at::where(written(now[i], former[i]), exact[i], former[i]));
+  }
+}
+
+void FormerValues::take(const at::Tensor& elements, const at::Tensor& copy, bool certain) const {
+  if (std::exchange(state_->given, false)) return;
+  const bool may_be_back = certain && state_->values.defined();
+  if (!may_be_back && !any_written(elements, copy.detach())) return;
+  keep(copy);
+  show(elements, copy);
+  drop_if(copy);
+}
+
+void FormerValues::give(const at::Tensor& values, const at::Tensor& copy) const {
+  keep(copy);
+  copy.detach().copy_(values);
+  state_->given = true;
+  drop_if(copy);
+}
+
+void FormerValues::keep(const at::Tensor& copy) const {
+  if (!state_->values.defined()) state_->values = copy.detach().clone();
+}
+
+void FormerValues::drop_if(const at::Tensor& copy) const {
+  if (at::equal(copy.detach(), state_->values)) state_->values.reset();
+}
+
+}  // namespace shoal
