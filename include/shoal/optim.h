@@ -1,7 +1,6 @@
 #pragma once
 // Optimizers, the trait element_wise, and param groups without weight decay.
 
-#include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -14,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "shoal/detail/module_ref.h"
 #include "shoal/detail/optimizer_base.h"
 
 namespace shoal {
@@ -281,7 +281,7 @@ class MuonWithAdamW : public detail::OptimizerBase<MuonOptions, MuonParamState> 
   explicit MuonWithAdamW(const ParamGroups& groups, MuonWithAdamWOptions defaults = {});
   MuonWithAdamW(const ParamGroups& groups, const MuonOptions& defaults);
   // Two groups of a module's parameters: weights of two dimensions except embeddings', and the rest.
-  static ParamGroups groups_of(const torch::nn::Module& module);
+  static ParamGroups groups_of(detail::ModuleRef module);
   // UsageError for a group of Muon's with other parameters than matrices.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -338,12 +338,8 @@ struct DecaySplit {
 // Partition of a module's parameters into those with and without weight decay, each parameter once (a tied one by its
 // first name). Without weight decay (`spared`): vectors and scalars (biases, and the weights of nearly all norms),
 // parameters with "bias" in their own name, and torch::nn::LayerNorm's weights of any shape. Move others, such as
-// embeddings, by hand. Not collective.
-DecaySplit split_by_decay(const torch::nn::Module& module);
-template <class Module>
-DecaySplit split_by_decay(const torch::nn::ModuleHolder<Module>& module) {
-  return split_by_decay(*module);
-}
+// embeddings, by hand. `module`: a module, its holder or a pointer to it. Not collective.
+DecaySplit split_by_decay(detail::ModuleRef module);
 
 template <class Options>
 struct DecayGroups {
@@ -355,13 +351,13 @@ struct DecayGroups {
 // libtorch's, shoal's, or any that is constructed from a learning rate and has weight_decay.
 //
 //   const auto [groups, defaults] =
-//       shoal::decay_groups(*model, torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
+//       shoal::decay_groups(model, torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
 //   shoal::FusedAdamW optimizer(groups, defaults);
 //
 // Pass exactly these defaults to the optimizer: libtorch 2.13 takes a group's value that equals the default of its type
 // for unset, and replaces it by the optimizer's. The returned defaults therefore have the type's default weight_decay.
 template <class Options>
-DecayGroups<Options> decay_groups(const torch::nn::Module& module, const Options& options) {
+DecayGroups<Options> decay_groups(detail::ModuleRef module, const Options& options) {
   auto split = split_by_decay(module);
   auto spared = options, defaults = options;
   spared.weight_decay(0);
@@ -370,10 +366,6 @@ DecayGroups<Options> decay_groups(const torch::nn::Module& module, const Options
   made.groups.emplace_back(std::move(split.decayed), std::make_unique<Options>(options));
   made.groups.emplace_back(std::move(split.spared), std::make_unique<Options>(spared));
   return made;
-}
-template <class Module, class Options>
-DecayGroups<Options> decay_groups(const torch::nn::ModuleHolder<Module>& module, const Options& options) {
-  return decay_groups(static_cast<const torch::nn::Module&>(*module), options);
 }
 
 }  // namespace shoal

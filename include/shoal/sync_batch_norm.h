@@ -52,23 +52,36 @@ class SyncBatchNormImpl : public torch::nn::NormImplBase<0, SyncBatchNormImpl, t
 };
 TORCH_MODULE(SyncBatchNorm);
 
+namespace detail {
+
+// An object, because it returns what it is given, and std::function and std::bind take no overloaded function.
+struct ConvertSyncBatchNorm {
+  std::shared_ptr<torch::nn::Module> operator()(const std::shared_ptr<torch::nn::Module>& module,
+                                                const Group& group) const;
+  template <class Holder>
+  requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> Holder operator()(const Holder& module,
+                                                                                             const Group& group) const {
+    const std::shared_ptr<torch::nn::Module> held = module.is_empty() ? nullptr : module.ptr();
+    if ((*this)(held, group) == held) return module;
+    throw UsageError(
+        "convert_sync_batch_norm: the module itself is a batch norm, and its holder can hold no other type; declare it "
+        "as shoal::SyncBatchNorm");
+  }
+};
+
+}  // namespace detail
+
 // Replaces every BatchNorm1d, 2d and 3d that is an element of a Sequential, at any depth, or the module itself, by a
 // SyncBatchNorm with the same parameters. Returns the module, or its replacement. Not collective.
+//
+//   std::shared_ptr<torch::nn::Module> convert_sync_batch_norm(const std::shared_ptr<torch::nn::Module>& module,
+//                                                              const Group& group);
+//
+// A module's holder, such as a Sequential, is taken and returned likewise; UsageError if its module itself is a batch norm.
 //
 // Other batch norms cannot be replaced from outside, because the module calls them through members of their own type
 // and would continue without synchronisation. Then it throws UsageError with their names and changes nothing: declare
 // them as SyncBatchNorm.
-std::shared_ptr<torch::nn::Module> convert_sync_batch_norm(const std::shared_ptr<torch::nn::Module>& module,
-                                                           const Group& group);
-// The same for a module's holder, such as a Sequential. UsageError if the module itself is a batch norm.
-template <class Holder>
-requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, Holder> Holder
-convert_sync_batch_norm(const Holder& module, const Group& group) {
-  const std::shared_ptr<torch::nn::Module> held = module.ptr();
-  if (convert_sync_batch_norm(held, group) == held) return module;
-  throw UsageError(
-      "convert_sync_batch_norm: the module itself is a batch norm, and its holder can hold no other type; declare it "
-      "as shoal::SyncBatchNorm");
-}
+inline constexpr detail::ConvertSyncBatchNorm convert_sync_batch_norm{};
 
 }  // namespace shoal

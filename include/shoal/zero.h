@@ -72,19 +72,10 @@ class OSSCore : public ShardedOptimizerBase {
   // ranks add different groups; nothing changes on any rank then. Collective.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) override;
 
-  // As those of ShardedOptimizerCore; names of parameters come from the module. Where the optimizer trains several
-  // modules, call them for each.
-  OptimizerState state_dict(const torch::nn::Module& module, std::optional<int> recipient = std::nullopt) const;
-  void load_state_dict(const torch::nn::Module& module, const OptimizerState& state);
-  template <class Module>
-  OptimizerState state_dict(const torch::nn::ModuleHolder<Module>& module,
-                            std::optional<int> recipient = std::nullopt) const {
-    return state_dict(*module, recipient);
-  }
-  template <class Module>
-  void load_state_dict(const torch::nn::ModuleHolder<Module>& module, const OptimizerState& state) {
-    load_state_dict(*module, state);
-  }
+  // As those of ShardedOptimizerCore; names of parameters come from the module, which may be given by its holder or a
+  // pointer. Where the optimizer trains several modules, call them for each.
+  OptimizerState state_dict(detail::ModuleRef module, std::optional<int> recipient = std::nullopt) const;
+  void load_state_dict(detail::ModuleRef module, const OptimizerState& state);
 
   // Owners of the parameters that were trainable when the shares were made (constructor or refresh_trainable()) or
   // before. Equal on all ranks. Not collective.

@@ -75,7 +75,8 @@ void replace(Module& module, Replacements& replacements) {
 
 }  // namespace
 
-std::shared_ptr<Module> convert_sync_batch_norm(const std::shared_ptr<Module>& module, const Group& group) {
+std::shared_ptr<Module> detail::ConvertSyncBatchNorm::operator()(const std::shared_ptr<Module>& module,
+                                                                 const Group& group) const {
   if (!module) throw UsageError("convert_sync_batch_norm: the module is empty");
   Replacements replacements(group);
   if (is_batch_norm(*module)) return replacements.of(*module);

@@ -7,7 +7,8 @@
 
 namespace shoal {
 
-DecaySplit split_by_decay(const torch::nn::Module& module) {
+DecaySplit split_by_decay(detail::ModuleRef of) {
+  const torch::nn::Module& module = of;
   std::set<const c10::TensorImpl*> of_norms;
   const auto note = [&](const torch::nn::Module& part) {
     const auto* norm = dynamic_cast<const torch::nn::LayerNormImpl*>(&part);

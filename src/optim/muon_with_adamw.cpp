@@ -54,7 +54,8 @@ MuonWithAdamW::MuonWithAdamW(const ParamGroups& groups, MuonWithAdamWOptions def
 MuonWithAdamW::MuonWithAdamW(const ParamGroups& groups, const MuonOptions& defaults)
     : MuonWithAdamW(groups, MuonWithAdamWOptions{.muon = defaults}) {}
 
-MuonWithAdamW::ParamGroups MuonWithAdamW::groups_of(const torch::nn::Module& module) {
+MuonWithAdamW::ParamGroups MuonWithAdamW::groups_of(detail::ModuleRef of) {
+  const torch::nn::Module& module = of;
   std::set<const c10::TensorImpl*> embeddings;
   const auto add = [&](const auto* embedding) {
     if (embedding != nullptr) embeddings.insert(embedding->weight.unsafeGetTensorImpl());

@@ -19,7 +19,7 @@ ALLOWED["cli"] = set(ORDER) | {"loop", "elastic", "launch", "models", "data", "c
 # Public headers are flat. Each belongs to the lowest layer that may include it.
 HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm", "call_log": "comm", "group": "comm",
            "host_shared_buffer": "comm", "local_optimizer": "base", "telemetry": "comm", "world": "comm", "deferred_init": "module",
-           "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
+           "module_ref": "module", "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
            "optimizer_state": "optim", "precision": "optim", "register_state": "optim", "schedules": "optim",
            "data": "loop", "elastic": "elastic", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "elastic_training": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
            "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",

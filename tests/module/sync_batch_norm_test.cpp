@@ -241,7 +241,11 @@ TEST(SyncBatchNorm, SDP09_refuses_what_it_cannot_do) {
   EXPECT_NE(refusal([&] { convert_sync_batch_norm(typed, group()); }).find("norm: only elements of a Sequential"),
             std::string::npos);
   EXPECT_FALSE(typed->rest->ptr(0)->as<SyncBatchNormImpl>()) << "all or nothing";
-  EXPECT_NE(refusal([&] { convert_sync_batch_norm(nullptr, group()); }), "nothing was refused");
+  for (const auto& act :
+       std::vector<std::function<void()>>{[&] { convert_sync_batch_norm(nullptr, group()); },
+                                          [&] { convert_sync_batch_norm(torch::nn::Sequential(nullptr), group()); }}) {
+    EXPECT_NE(refusal(act).find("the module is empty"), std::string::npos);
+  }
   EXPECT_NE(refusal([&] {
               convert_sync_batch_norm(torch::nn::BatchNorm1d(channels), group());
             }).find("itself is a batch norm"),

@@ -14,6 +14,11 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <functional>
+#include <memory>
+
+#include "shoal/error.h"
+
 namespace shoal::decay_groups_test {
 namespace {
 
@@ -115,6 +120,20 @@ TEST(DecayGroups, DEC16_a_module_without_either_gives_an_empty_group) {
   ASSERT_EQ(groups.size(), 2U);
   EXPECT_THAT(groups[0].params(), testing::SizeIs(1));
   EXPECT_THAT(groups[1].params(), testing::IsEmpty());
+}
+
+TEST(DecayGroups, DEC16_a_module_is_given_as_it_is_held_and_an_empty_one_is_refused) {
+  const torch::nn::Linear holder(torch::nn::LinearOptions(2, 2));
+  const std::shared_ptr<torch::nn::Module> pointer = holder.ptr();
+  const auto split = split_by_decay;
+  for (const auto& made :
+       {split(holder), split(*holder), split(pointer), split(pointer.get()), split(std::cref(*pointer))}) {
+    ASSERT_EQ(made.decayed.size(), 1U);
+    EXPECT_TRUE(made.decayed.front().is_same(holder->weight));
+  }
+  const auto refused = testing::ThrowsMessage<UsageError>(testing::HasSubstr("the module is empty"));
+  EXPECT_THAT([&] { split(torch::nn::Linear(nullptr)); }, refused);
+  EXPECT_THAT([&] { split(std::shared_ptr<torch::nn::Module>()); }, refused);
 }
 
 }  // namespace

@@ -49,7 +49,8 @@ MISTAKES = [("shoal::%s;" % wrapper, "a wrapper shares ownership of its module")
     "DistributedOptimizer<torch::optim::SGD> optimizer(net%d, 0.1, world.group())",
     "make_training(\"ddp\", net%d, shoal::optimizer_recipe<torch::optim::SGD>(0.1), world.group())")] + [
     ("shoal::OSS<torch::optim::Adam> sharded(model->parameters(), \"fast\", world.group());",
-     "Pass the options that its own constructor takes")]
+     "Pass the options that its own constructor takes"),
+    ("shoal::split_by_decay(nullptr);", "nullptr is no module")]
 
 # What users write as well, and what works.
 RIGHT = [
@@ -61,7 +62,27 @@ RIGHT = [
     "sharded.load_state_dict(model, sharded.state_dict(model, 0));",
     "shoal::load_optimizer_state(optimizer, model, shoal::optimizer_state(optimizer, model));",
     "const auto [groups, defaults] = shoal::decay_groups(model, torch::optim::AdamWOptions(1e-3));",
-    "shoal::split_by_decay(model);",
+    "shoal::split_by_decay(model); shoal::MuonWithAdamW::groups_of(model);",
+    "const torch::nn::Sequential fixed; const auto& same = model; shoal::split_by_decay(fixed); "
+    "shoal::split_by_decay(same); shoal::split_by_decay(torch::nn::Linear(2, 3)); "
+    "shoal::split_by_decay(torch::nn::LinearImpl(2, 3)); shoal::split_by_decay(std::as_const(*model)); "
+    "shoal::split_by_decay(model.ptr()); shoal::split_by_decay(model.get()); "
+    "shoal::split_by_decay(std::shared_ptr<const torch::nn::Module>(model.ptr())); "
+    "shoal::decay_groups(model.ptr(), torch::optim::AdamWOptions(1e-3));",
+    "struct Net : torch::nn::Module { auto split() { return shoal::split_by_decay(this); } auto groups() const "
+    "{ return shoal::decay_groups(*this, torch::optim::AdamWOptions(1e-3)); } auto state(shoal::OSS<torch::optim::SGD>& "
+    "sharded) const { return sharded.state_dict(*this); } auto state() const { return shoal::optimizer_state(optimizer, this); "
+    "} };",
+    "auto split = shoal::split_by_decay; split(*model); split(std::cref(*model)); "
+    "std::function<shoal::DecaySplit(const torch::nn::Module&)> same = shoal::split_by_decay;",
+    "shoal::optimizer_recipe<shoal::MuonWithAdamW>(shoal::MuonOptions(1e-3), shoal::MuonWithAdamW::groups_of);",
+    "std::function<shoal::OptimizerState(const torch::optim::Optimizer&, const torch::nn::Module&)> state = "
+    "shoal::optimizer_state; std::bind(shoal::optimizer_state, std::cref(optimizer), std::cref(*model))(); "
+    "std::bind(shoal::load_optimizer_state, std::ref(optimizer), std::cref(*model), state(optimizer, *model), "
+    "shoal::StateDtypes::kept)();",
+    "auto convert = shoal::convert_sync_batch_norm; model = convert(model, world.group()); "
+    "std::function<std::shared_ptr<torch::nn::Module>(const std::shared_ptr<torch::nn::Module>&, const shoal::Group&)> "
+    "same = shoal::convert_sync_batch_norm;",
     "torch::nn::Sequential first, second; shoal::DistributedOptimizer<shoal::FusedAdamW> "
     "sharded({first, second}, torch::optim::AdamWOptions(1e-3), world.group());",
     "shoal::FullyShardedDataParallel whole(model, world.group()); whole(x).sum().backward();",

@@ -1,13 +1,12 @@
 #pragma once
 // Full optimizer state by parameter name, independent of how it is sharded over ranks.
 
-#include <torch/nn/module.h>
-#include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
 #include <map>
 #include <string>
 
+#include "shoal/detail/module_ref.h"
 #include "shoal/detail/register_state.h"
 
 namespace shoal {
@@ -28,22 +27,12 @@ inline constexpr const char* grad_scaler_key = ".grad_scaler";  // parameter nam
 // as in PyTorch's load_state_dict(); kept: that of the loaded tensor.
 enum class StateDtypes { of_parameters, kept };
 
-// State of an optimizer that is not sharded: a copy, and its inverse. `module`: source of the parameter names; where
-// the optimizer trains several modules, call them for each.
+// State of an optimizer that is not sharded: a copy, and its inverse. `module`: source of the parameter names, a module, its
+// holder or a pointer to it; where the optimizer trains several modules, call them for each.
 // load_optimizer_state throws UsageError, which names the parameter, for entries that are missing, extra or of another
 // shape; nothing changes then.
-OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
-void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
-                          const OptimizerState& state, StateDtypes dtypes = StateDtypes::of_parameters);
-template <class Module>
-OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer,
-                               const torch::nn::ModuleHolder<Module>& module) {
-  return optimizer_state(optimizer, *module);
-}
-template <class Module>
-void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::ModuleHolder<Module>& module,
-                          const OptimizerState& state, StateDtypes dtypes = StateDtypes::of_parameters) {
-  load_optimizer_state(optimizer, *module, state, dtypes);
-}
+OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, detail::ModuleRef module);
+void load_optimizer_state(torch::optim::Optimizer& optimizer, detail::ModuleRef module, const OptimizerState& state,
+                          StateDtypes dtypes = StateDtypes::of_parameters);
 
 }  // namespace shoal

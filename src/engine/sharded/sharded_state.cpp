@@ -225,7 +225,7 @@ void refuse_sharded(const torch::optim::Optimizer& optimizer, const std::string&
   if (dynamic_cast<const ShardedOptimizerBase*>(&optimizer) != nullptr) throw UsageError(advice);
 }
 
-OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
+OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, detail::ModuleRef module) {
   refuse_sharded(optimizer,
                  "optimizer_state: of a sharded optimizer, use its own state_dict(), which gathers the state");
   const torch::NoGradGuard no_grad;
@@ -237,8 +237,8 @@ OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const t
   return state;
 }
 
-void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
-                          const OptimizerState& state, StateDtypes dtypes) {
+void load_optimizer_state(torch::optim::Optimizer& optimizer, detail::ModuleRef module, const OptimizerState& state,
+                          StateDtypes dtypes) {
   refuse_sharded(optimizer, "load_optimizer_state: of a sharded optimizer, use its own load_state_dict()");
   load_state(0, pieces_of(optimizer, module), optimizer, state, dtypes);
 }

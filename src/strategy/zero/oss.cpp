@@ -161,12 +161,12 @@ void OSSCore::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   share(std::move(groups), param_groups_.size());
 }
 
-OptimizerState OSSCore::state_dict(const torch::nn::Module& module, std::optional<int> recipient) const {
+OptimizerState OSSCore::state_dict(detail::ModuleRef module, std::optional<int> recipient) const {
   state().require_known(*this);
   return state().gather(state().pieces(module), recipient);
 }
 
-void OSSCore::load_state_dict(const torch::nn::Module& module, const OptimizerState& state) {
+void OSSCore::load_state_dict(detail::ModuleRef module, const OptimizerState& state) {
   this->state().require_known(*this);
   this->state().load(this->state().pieces(module), state);
   this->state().agreement.loaded = digest_of(state);
