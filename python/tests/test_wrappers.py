@@ -84,7 +84,9 @@ MATRIX = [*itertools.product(models.MODELS, (None, "plain", "reentrant"), (False
 
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "host"), (2, "host"), (2, "gloo"), (3, "host"), (3, "gloo")])
 def test_PY05_losses_equal_those_of_one_process(ranks, transport):
-    cases = MATRIX if ranks == 2 else [(name, None, False) for name in models.MODELS]
+    cases = [(name, None, False) for name in models.MODELS]
+    if ranks == 2:  # what modules do under autocast does not depend on the transport
+        cases = [case for case in MATRIX if transport == "host" or case[1] is None or not case[2]]
     alone = {(name, autocast): losses_alone(name, ranks, autocast) for name, _, autocast in cases}
 
     def trains(rank):
