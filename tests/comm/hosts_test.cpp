@@ -1,10 +1,13 @@
 // Groups over several hosts, which are process namespaces of this machine: two with two ranks each.
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <csignal>
+#include <filesystem>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -169,6 +172,30 @@ TEST_F(Hosts, a_rank_that_waits_across_hosts_hears_what_its_own_host_knows) {
   EXPECT_EQ(text.rfind("rank 3 (pid ", 0), 0U) << text;
   for (const int rank : {0, 2, 3}) hosts.signal(rank, SIGKILL);
   hosts.wait(20);
+}
+
+// As each change of the ranks of an elastic job does.
+TEST_F(Hosts, a_group_that_is_given_up_leaves_no_sockets_behind) {
+  expect_right([](const Group& world) -> std::string {
+    const auto open = [] {
+      const std::filesystem::directory_iterator all("/proc/self/fd");
+      return std::distance(begin(all), end(all));
+    };
+    std::vector<std::ptrdiff_t> counts;
+    for (int round = 0; round < 3; ++round) {
+      {
+        const auto group = world.subgroup({0, 1, 2, 3});
+        auto tensor = at::ones({1000});
+        group.all_reduce(tensor).wait();
+        auto& progress = *state_of(group)->progress;
+        progress.failure.set("given up");
+        progress.transport->give_up("given up");
+      }
+      world.barrier().wait();
+      counts.push_back(open());
+    }
+    return right_if(counts[2] == counts[0], fmt::format("{} descriptors, {} later", counts[0], counts[2]));
+  });
 }
 
 TEST_F(Hosts, a_collective_that_timed_out_on_one_rank_is_over_on_all) {

@@ -54,7 +54,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
   }
 
   std::string name() const override { return "host+" + parts_.across->name(); }
-  bool joins_threads() const override { return true; }
+  bool joins_threads() const override { return parts_.across->joins_threads(); }
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) override {
     return parts_.up->allocate(numel, options);
   }
