@@ -228,6 +228,33 @@ TEST(HostKill, a_rank_may_end_while_others_still_send) {
   munmap(stage, sizeof(std::atomic<int>));
 }
 
+TEST(HostKill, a_wait_with_a_limit_looks_at_its_peers_and_calls_while_waiting) {
+  const auto begin = std::chrono::steady_clock::now();
+  int looks = 0;
+  WorldOptions options;
+  options.while_waiting = [&looks] { ++looks; };
+  const auto body = [&looks](const World& world) -> std::string {
+    world.group().barrier().wait();
+    if (world.rank() == 1) {
+      usleep(500'000);
+      raise(SIGKILL);
+    }
+    auto tensor = at::ones({8});
+    auto work = world.group().all_reduce(tensor);
+    looks = 0;
+    if (work.wait_for(std::chrono::milliseconds(250))) return "nobody has come";
+    if (looks == 0) return "while_waiting was not called";
+    try {
+      return work.wait_for(std::chrono::milliseconds::max()) ? "finished" : "not finished";
+    } catch (const CommError& error) {
+      return error.what();
+    }
+  };
+  const auto ended = test::run_ranks(2, body, {}, options);
+  EXPECT_EQ(ended[0].text.rfind("rank 1 (pid ", 0), 0U) << ended[0].text;
+  EXPECT_LT(ended[0].at - begin, std::chrono::seconds(20));
+}
+
 // A program that only asks whether its work is done comes to an end when a peer has died.
 TEST(HostKill, work_with_a_dead_rank_is_done) {
   for (const auto* transport : {"host", "tcp", "gloo"}) {

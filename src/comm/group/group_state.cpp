@@ -10,6 +10,7 @@
 #include <iterator>
 #include <thread>
 
+#include "base/limits.h"
 #include "comm/agreement/fingerprint.h"
 #include "comm/agreement/stuck_wait.h"
 #include "comm/rendezvous/world_state.h"
@@ -33,7 +34,7 @@ namespace {
 constexpr const char* check_suffix = "/checks";
 constexpr Milliseconds patience_of_polls(100);
 constexpr Milliseconds patience_with_ended(5000);
-constexpr Milliseconds longest_wait = std::chrono::hours(24 * 365 * 10);  // deadlines must not overflow
+constexpr Milliseconds slice_of_waits(100);
 }  // namespace
 
 bool compares_calls(const std::string& group) {
@@ -224,16 +225,22 @@ void PendingWork::wait() {
 }
 
 void PendingWork::wait_to_the_end() {
-  constexpr Milliseconds slice(100);
   const auto& while_waiting = group_->world->options.while_waiting;
-  while (!wait_slice(slice, /*to_the_end=*/true)) {
+  while (!wait_slice(slice_of_waits, /*to_the_end=*/true)) {
     if (while_waiting) while_waiting();
   }
 }
 
 bool PendingWork::wait_for(Milliseconds limit, bool to_the_end) {
   if (finished_) return true;
-  if (!wait_slice(limit, to_the_end)) return false;
+  const auto& while_waiting = group_->world->options.while_waiting;
+  const auto end = Clock::now() + std::min(limit, longest_wait);
+  while (!wait_slice(std::clamp(limit, Milliseconds(0), slice_of_waits), to_the_end)) {
+    if (limit <= slice_of_waits) return false;
+    limit = std::chrono::ceil<Milliseconds>(end - Clock::now());
+    if (limit.count() <= 0) return false;
+    if (while_waiting) while_waiting();
+  }
   watch_.finished(*group_, call_);
   return true;
 }
