@@ -80,7 +80,7 @@ def test_PY02_others_say_what_to_use():
         "rank 0's values",
         "use the option broadcast_buffers",
         "param_dtype, reduce_dtype",
-        "param_dtype, reduce_dtype",
+        "averages of the weights need model.state_dict()",
         "stay on the device",
         "move the module",
         "move the module",

@@ -39,7 +39,11 @@ FSDP: Known = {
     "limit_all_gathers": ((True,), "the option unit_limit bounds how many units are gathered"),
     "forward_prefetch": ((False,), "the option prefetch_units sets how many units are gathered ahead"),
     "backward_prefetch": ((None, "BACKWARD_PRE"), "the option prefetch_units sets how many units are gathered ahead"),
-    "mixed_precision": ((None, "MixedPrecision()"), "use the options param_dtype, reduce_dtype and buffer_dtype"),
+    "mixed_precision": (
+        (None, "MixedPrecision()"),
+        "use the options param_dtype, reduce_dtype and buffer_dtype; parameters have param_dtype outside of forward, too, so "
+        "averages of the weights need model.state_dict(), which is float32",
+    ),
     "ignored_modules": ((None,), None),
     "ignored_states": ((None, [], ()), "name them in ignored_parameters, or their modules in ignored_modules"),
     "cpu_offload": ((None, "CPUOffload()"), "parameters stay on the device where the module is"),
