@@ -47,39 +47,47 @@ const char* GatherOrder::text(int64_t said) {
   }
 }
 
+std::vector<GatherOrder::Answer> GatherOrder::answers_to(const Answer& mine) const {
+  auto all = at::empty({2 * group_.size()}, at::kLong);
+  group_.all_gather(all, at::tensor({mine.said, mine.pages}, at::kLong), {-1, -1, "what to gather"}).wait();
+  std::vector<Answer> answers;
+  const auto* numbers = all.const_data_ptr<int64_t>();
+  for (int rank = 0; rank < group_.size(); ++rank) answers.push_back({numbers[2 * rank], numbers[2 * rank + 1]});
+  return answers;
+}
+
 // One round of requests. Each rank sends its request, and the fingerprint of its script for the pass or of the pages
 // left. Ranks that do not make a pass know its script only if it is for training.
 bool GatherOrder::ask(int64_t what) {
   const bool begins = what == begins_training || what == begins_evaluation;
   const auto pass = begins ? *pass_ : Pass::training;
   const int64_t script = begins || what == meets ? fingerprint(scripts_[static_cast<int>(pass)]) : 0;
-  auto all = at::empty({2 * group_.size()}, at::kLong);
-  const auto mine = at::tensor({what, what == ended ? residue_ : script}, at::kLong);
-  group_.all_gather(all, mine, {-1, -1, "what to gather"}).wait();
-  const auto* said = all.data_ptr<int64_t>();
+  const auto answers = answers_to({what, what == ended ? residue_ : script});
   std::set<size_t> wanted;
-  for (int rank = 0; rank < group_.size(); ++rank) {
-    if (said[2 * rank] >= 0) wanted.insert(static_cast<size_t>(said[2 * rank]));
+  for (const auto& answer : answers) {
+    if (answer.said >= 0) wanted.insert(static_cast<size_t>(answer.said));
   }
   agreed_.assign(wanted.begin(), wanted.end());
   if (!wanted.empty()) return false;
-  int first = 0;  // rank that makes a pass
-  while (first + 1 < group_.size() && said[2 * first] == meets) ++first;
-  const auto there = said[2 * first];
+  size_t first = 0;  // rank that makes a pass
+  while (first + 1 < answers.size() && answers[first].said == meets) ++first;
+  const auto there = answers[first].said;
   bool equal = true;
   bool together = true;
-  for (int rank = 0; rank < group_.size(); ++rank) {
-    equal = equal && said[2 * rank + 1] == said[1];
-    together = together && said[2 * rank] == there;
-    if (said[2 * rank] == there || (said[2 * rank] == meets && there != updates)) continue;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    const auto& [said, pages] = answers[rank];
+    equal = equal && pages == answers.front().pages;
+    together = together && said == there;
+    if (said == there || (said == meets && there != updates)) continue;
     throw DisagreeError(
         fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward and the optimizer's step() "
                     "equally often and in the same order; to evaluate on one rank alone, call the module's own forward",
-                    group_.world_rank(first), text(there), group_.world_rank(rank), text(said[2 * rank])));
+                    group_.world_rank(static_cast<int>(first)), text(there), group_.world_rank(static_cast<int>(rank)),
+                    text(said)));
   }
   if (there == ended) left_alike_ = equal && together;
   if (there == begins_training || there == begins_evaluation) {
-    equal = equal && said[1] != 0 && (together || there == begins_training);
+    equal = equal && answers.front().pages != 0 && (together || there == begins_training);
     position_ = 0;
     script_ = equal ? scripts_[static_cast<int>(pass)] : std::vector<size_t>();
   }

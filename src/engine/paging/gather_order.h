@@ -54,6 +54,12 @@ class GatherOrder {
   enum Said : int64_t { begins_training = -1, begins_evaluation = -2, ended = -3, updates = -4, meets = -5 };
 
   static const char* text(int64_t said);
+  struct Answer {
+    int64_t said = ended;  // a page that the rank requests, or where it is: Said
+    int64_t pages = 0;     // fingerprint of its script for the pass, or of the pages left
+  };
+  // By rank. Collective.
+  std::vector<Answer> answers_to(const Answer& mine) const;
   // Whether all ranks have come to where `what` says that this one is.
   bool ask(int64_t what);
   void close();

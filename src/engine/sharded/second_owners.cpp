@@ -5,6 +5,8 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <unordered_map>
@@ -45,6 +47,26 @@ at::Tensor current_values(const UpdateTarget& target) {
   take_written(now, exact);
   return exact;
 }
+
+// What a rank says of divisions before another one is made. Of all ranks the most of each number; the least of what has to be equal is
+// the most of minus it.
+struct Said {
+  static constexpr double nothing = -std::numeric_limits<double>::infinity();
+
+  double sealed = nothing;
+  double made = nothing, minus_made = nothing;
+  double tries = 0;
+  double updates = nothing, minus_updates = nothing;
+  double has_second = 0, comes = 0, has_before = 0, has_written = 0;  // 1: yes
+
+  Said most(const Group& group) const {
+    using Numbers = std::array<double, sizeof(Said) / sizeof(double)>;
+    auto numbers = std::bit_cast<Numbers>(*this);
+    const auto all = group.all_reduce({numbers.begin(), numbers.end()}, ReduceOp::max, {-1, -1, "whose shards count"});
+    std::copy(all.begin(), all.end(), numbers.begin());
+    return std::bit_cast<Said>(numbers);
+  }
+};
 
 }  // namespace
 
@@ -165,37 +187,39 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
   const SecondOwnership first;
   const auto& own = state.second ? *state.second : first;
   const bool has_none = own.sealed == SecondOwnership::none;
-  const bool written = state.second && !own.former && state.modules.front()->is_written();
-  constexpr auto nothing = -std::numeric_limits<double>::infinity();
-  std::vector<double> values{nothing, nothing, nothing, static_cast<double>(own.tries)};
+  Said said{.tries = static_cast<double>(own.tries)};
   if (!has_none) {
-    values[0] = static_cast<double>(own.sealed);
-    values[1] = static_cast<double>(own.made);
-    values[2] = -values[1];
+    said.sealed = static_cast<double>(own.sealed);
+    said.made = static_cast<double>(own.made);
+    said.minus_made = -said.made;
   }
-  const bool counts_updates = state.second && !has_none && !own.former;
-  for (const double sign : {1, -1})
-    values.push_back(counts_updates ? sign * static_cast<double>(state.steps) : nothing);
-  for (const bool is : {state.second.has_value(), own.comes, own.before.has_value(), written})
-    values.push_back(is ? 1 : 0);
-  const auto most = group.all_reduce(values, ReduceOp::max, {-1, -1, "whose shards count"});
-  if (std::isfinite(most[4]) && most[4] != -most[5]) refuse_unequal_updates();
-  if (most[6] == 0 && !has_pages) return;  // ranks share their memory, as before
+  if (state.second && !has_none && !own.former) {
+    said.updates = static_cast<double>(state.steps);
+    said.minus_updates = -said.updates;
+  }
+  said.has_second = state.second ? 1 : 0;
+  said.comes = own.comes ? 1 : 0;
+  said.has_before = own.before ? 1 : 0;
+  said.has_written = state.second && !own.former && state.modules.front()->is_written() ? 1 : 0;
+  const auto most = said.most(group);
+  if (std::isfinite(most.updates) && most.updates != -most.minus_updates) refuse_unequal_updates();
+  if (most.has_second == 0 && !has_pages) return;  // ranks share their memory, as before
   const bool had_second = state.second.has_value();
   if (!had_second) state.second.emplace();
   auto& second = *state.second;
-  const auto made = static_cast<int64_t>(most[1]);
-  const auto counts = most[1] == -most[2] ? made : static_cast<int64_t>(most[0]);
+  const bool all_made_it = most.made == -most.minus_made;
+  const auto counts = static_cast<int64_t>(all_made_it ? most.made : most.sealed);
   if (has_none) {
     second.sealed = counts;
   } else if (counts > second.sealed) {
     state.seal(counts);
   }
   second.made = second.sealed;
-  second.tries = static_cast<int64_t>(most[3]) + 1;
-  second.grows = most[7] != 0;
-  if (most[9] != 0) second.before.reset();
-  if (most[8] != 0 && most[9] == 0 && !second.before) second.before.emplace();  // this rank has come since
+  second.tries = static_cast<int64_t>(most.tries) + 1;
+  second.grows = most.comes != 0;
+  if (most.has_written != 0) second.before.reset();
+  const bool has_come_since = most.has_before != 0 && most.has_written == 0 && !second.before;
+  if (has_come_since) second.before.emplace();
   if (second.former) return;
   const torch::NoGradGuard no_grad;
   if (!had_second) {
