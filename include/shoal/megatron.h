@@ -140,6 +140,10 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
 
   // For Elastic. UsageError that names what cannot go on in another group.
   void require_regroupable() const;
+  // Whether ranks of this group would share no parameters, so that each shard has a second owner.
+  bool is_apart_over(const Group& everybody) const;
+  // Whether ranks of other hosts have other shards.
+  bool shards_over_all() const;
   // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete,
   // after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a further group.
   // Collective over `group`.
@@ -158,6 +162,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   static std::unique_ptr<State> make_state(const Modules& chunks, bool cut, const Group& group,
                                            const DistributedOptimizerOptions& options);
   void connect_chunks();
+  // UsageError that names what has no second owners.
+  void require_second_owners() const;
   void complete_gradients() override;
   void end_gradients() override;
 

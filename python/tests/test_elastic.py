@@ -96,12 +96,14 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
     assert distance(outcomes[left[0]][1][0], replay([steps[key] for key in sorted(steps)], optimizer_of)) < 1e-12
 
 
-@pytest.mark.parametrize(("victim", "where"), [(0, "backward"), (1, "update")])
-def test_ELA04_shards_over_sockets_have_second_owners(victim, where):
+@pytest.mark.parametrize(
+    ("strategy", "victim", "where"), [("fsdp", 0, "backward"), ("fsdp", 1, "update"), ("megatron", 0, "updated")]
+)
+def test_ELA04_shards_over_sockets_have_second_owners(strategy, victim, where):
     def run(rank):
         seen = []
         end = Moment(rank, victim, where, 3)
-        return train(end, seen, STRATEGIES["fsdp"]), seen, dist.get_world_size()
+        return train(end, seen, STRATEGIES[strategy]), seen, dist.get_world_size()
 
     tcp = shoal.distributed.Options(transport="tcp")
     outcomes = Ranks(run, ranks=3, init={"pg_options": tcp}).outcomes(timeout=60)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "comm/group/text.h"
 #include "optim/named_options.h"
@@ -95,8 +96,14 @@ std::vector<at::Tensor> Admission::plain_tensors(bool with_shards) const {
   std::vector<at::Tensor> list;
   const auto tensors = parts_.tensors();
   for (const auto& entry : tensors.buffers) list.push_back(entry.tensor);
+  std::set<const c10::TensorImpl*> divided;
+  if (!with_shards) {
+    for (const auto& gradient : parts_.reducer()->gradients()) divided.insert(gradient.parameter.unsafeGetTensorImpl());
+  }
+  for (const auto& entry : tensors.parameters) {
+    if (!divided.contains(entry.tensor.unsafeGetTensorImpl())) list.push_back(entry.tensor);
+  }
   if (with_shards) {
-    for (const auto& entry : tensors.parameters) list.push_back(entry.tensor);
     const auto copies = parts_.frozen_copies();
     list.insert(list.end(), copies.begin(), copies.end());
   }

@@ -82,6 +82,14 @@ class WithShardedDDP : public Wrapped {
   OSSCore& oss_;
 };
 
+// Whether no two owners of a shard are among these ranks.
+bool owners_are_left(const ShardedOptimizerBase& optimizer, const std::vector<int>& ranks) {
+  if (!optimizer.has_second_owners()) return true;
+  const auto owners = second_owners(hosts_of(optimizer.everybody()));
+  const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
+  return std::none_of(ranks.begin(), ranks.end(), [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
+}
+
 class WithFSDP : public Wrapped {
  public:
   WithFSDP(const World& world, FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer)
@@ -110,13 +118,7 @@ class WithFSDP : public Wrapped {
     return !averages_ && (optimizer_.has_second_owners() || parallel_.has_pages_over(group));
   }
   void come_without_shards() override { optimizer_.come_without_shards(); }
-  bool can_spare(const std::vector<int>& ranks) const override {
-    if (!optimizer_.has_second_owners()) return true;
-    const auto owners = second_owners(hosts_of(parallel_.group()));
-    const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
-    return std::none_of(ranks.begin(), ranks.end(),
-                        [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
-  }
+  bool can_spare(const std::vector<int>& ranks) const override { return owners_are_left(optimizer_, ranks); }
   std::string why_closed() const override {
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }
@@ -152,6 +154,12 @@ class Megatron : public ElasticParts {
   bool stands_for_gradient(const at::Tensor& parameter) const override {
     return optimizer_.has_buffered_gradient(parameter);
   }
+  bool shards_over_sockets() const override { return optimizer_.shards_over_all(); }
+  bool gives_shards(const Group& group) const override {
+    return optimizer_.has_second_owners() || optimizer_.is_apart_over(group);
+  }
+  void come_without_shards() override { optimizer_.come_without_shards(); }
+  bool can_spare(const std::vector<int>& ranks) const override { return owners_are_left(optimizer_, ranks); }
   void regroup(const Group& group, int64_t step) override { optimizer_.regroup(group, step); }
 
  private:
@@ -206,6 +214,10 @@ bool ElasticParts::prepare_commit() {
 
 void ElasticParts::commit(bool map) {
   if (sharded_ != nullptr) sharded_->commit(map);
+}
+
+void ElasticParts::publish_update() {
+  if (sharded_ != nullptr) sharded_->publish_update();
 }
 
 std::shared_ptr<void> ElasticParts::begin_update() {

@@ -93,6 +93,8 @@ class ElasticParts {
   virtual bool reduces() const { return true; }
   // Whether the step in progress has failed, in forward or backward, which all ranks learn of.
   virtual bool is_broken() const { return reducer() != nullptr && reducer()->broken(); }
+  // Behind an update: what it has left for the other ranks comes to them. Collective.
+  void publish_update();
   // Scope of the update; nothing if none is needed. After an update that returned, check_update() throws UsageError if it
   // left out what it must do.
   virtual std::shared_ptr<void> begin_update();

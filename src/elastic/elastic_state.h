@@ -62,6 +62,7 @@ struct Elastic::State {
   void commit_over_hosts(bool map);
   void finish(const std::function<void()>& update);
   void finish_step(const std::function<void()>& update);
+  void publish_update();
   void leave_step();
   void skip_step();
   // UsageError within a step, and after an update that has failed.

@@ -241,6 +241,16 @@ void Elastic::State::exchange() {
   finish(apply);
 }
 
+// The step is complete. If a rank ends here, those that are left get all parameters from their owners.
+void Elastic::State::publish_update() {
+  try {
+    parts->publish_update();
+  } catch (const CommError& error) {
+    if (!generations->mends(error)) throw;
+    recover(nullptr);
+  }
+}
+
 bool Elastic::State::try_step(int64_t count, const std::function<void()>& compute,
                               const std::function<void()>& update) {
   const auto before = done;
@@ -279,6 +289,7 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     if (!failed) skip_step();  // the update was refused
     throw;
   }
+  publish_update();
   step_seconds =
       std::max(step_seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   return true;

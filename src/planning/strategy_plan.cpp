@@ -210,7 +210,9 @@ class Planner {
         }
       }
       if (!plan_.parameters_once) add_broadcasts(ranges, parameters_[members.front()].element_size(), calls);
+      add_second_owners(members, layout);
     }
+    add_second_question();
     return calls;
   }
 
@@ -259,16 +261,16 @@ class Planner {
           memory.state += state_bytes({slice.in_piece.size()}, parameter);
         }
       }
-      if (!second_.empty()) add_second_owners(members, layout);
+      add_second_owners(members, layout);
     }
-    if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((6 + 2 * second_.size()) * sizeof(double)));
+    add_second_question();
     return calls;
   }
 
   // What a rank holds for another one of a bucket, and the messages of rank 0.
   void add_second_owners(const std::vector<size_t>& members, const FlatLayout& layout) {
     const auto sum_bytes = element_bytes(gradients_[members.front()]);
-    for (int rank = 0; rank < ranks_; ++rank) {
+    for (int rank = 0; !second_.empty() && rank < ranks_; ++rank) {
       const auto range = cut() ? layout.part(rank) : Range{0, owners_[members.front()] == rank ? layout.size() : 0};
       if (range.empty()) continue;
       auto& memory = plan_.ranks[second_[rank]];
@@ -276,11 +278,17 @@ class Planner {
       for (const auto& slice : layout.overlapping(range)) {
         const auto& parameter = parameters_[members[slice.piece]];
         const auto sizes = cut() ? std::vector{slice.in_piece.size()} : parameter.sizes().vec();
-        memory.second += slice.in_piece.size() * parameter.element_size() + state_bytes(sizes, parameter);
+        if (plan_.gathers) memory.second += slice.in_piece.size() * parameter.element_size();  // else each rank has all
+        memory.second += state_bytes(sizes, parameter);
       }
       if (rank == 0) plan_.to_second_owners.add(range.size() * sum_bytes);
       if (second_[rank] == 0) plan_.to_second_owners.add(range.size() * sum_bytes);
     }
+  }
+
+  // Whether sums have changed since, and what both owners compare.
+  void add_second_question() {
+    if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((6 + 2 * second_.size()) * sizeof(double)));
   }
 
   FlatLayout layout_of(const std::vector<size_t>& members, bool scattered) const {
@@ -379,7 +387,7 @@ StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, 
                       .options = training,
                       .values = std::move(values)};
   std::vector<int> second;
-  if (elastic && strategy == "fsdp" && !one_host && ranks > 1) {
+  if (elastic && (strategy == "fsdp" || strategy == "megatron") && !one_host && ranks > 1) {
     std::vector<int> host_of;
     for (int rank = 0; rank < ranks; ++rank) host_of.push_back(rank / (ranks / hosts));
     second = second_owners(host_of);

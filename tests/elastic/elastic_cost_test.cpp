@@ -109,20 +109,24 @@ TEST_P(ElasticCost, ELA03_a_step_sends_no_more_than_its_commit_and_memory_is_wit
   EXPECT_LE(ratio, 1.05);
 }
 
+class ElasticSecondOwnerCost : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Both, ElasticSecondOwnerCost, testing::Values("fsdp", "megatron"),
+                         [](const auto& info) { return info.param; });
+
 // Each rank holds a third of the model a second time.
-TEST(ElasticSecondOwnerCost, ELA04_second_owners_take_the_memory_and_the_messages_that_plan_says) {
+TEST_P(ElasticSecondOwnerCost, ELA04_second_owners_take_the_memory_and_the_messages_that_plan_says) {
   constexpr int ranks = 3;
   const auto planned = plan(Stack(), optimizer_recipe<FusedAdamW>(1e-3),
-                            {.ranks = ranks, .strategies = {"fsdp"}, .elastic = true, .one_host = false})
+                            {.ranks = ranks, .strategies = {GetParam()}, .elastic = true, .one_host = false})
                            .strategies.front();
-  constexpr int64_t bytes_per_element = 4 + 4 + 8;  // gradient, parameter, AdamW's state
+  const int64_t bytes_per_element = 4 + 8 + (GetParam() == "fsdp" ? 4 : 0);  // gradient, AdamW's state, parameter
   constexpr int64_t parameters = layers * width * (width + 1);
   EXPECT_NEAR(static_cast<double>(planned.largest().second),
               static_cast<double>(parameters * bytes_per_element / ranks), 1e5);
   EXPECT_EQ(planned.to_second_owners.calls, 3);  // one bucket, sent and received, and the question
   EXPECT_NEAR(static_cast<double>(planned.to_second_owners.bytes), 2.0 * 4 * parameters / ranks, 1e5);
-  const auto plain = cost_of("fsdp", false, ranks, "tcp");
-  const auto guarded = cost_of("fsdp", true, ranks, "tcp");
+  const auto plain = cost_of(GetParam(), false, ranks, "tcp");
+  const auto guarded = cost_of(GetParam(), true, ranks, "tcp");
   const auto commit_bytes = static_cast<int64_t>(sizeof(double)) * (12 + ranks);
   EXPECT_EQ(guarded.calls - plain.calls, measured_steps * (planned.to_second_owners.calls + 1));
   EXPECT_EQ(guarded.sent - plain.sent, measured_steps * (planned.to_second_owners.bytes + commit_bytes));

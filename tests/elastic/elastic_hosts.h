@@ -53,7 +53,12 @@ inline const std::vector<Trained> fully_sharded{
     {.sharding = Sharding::fsdp, .optimizer = "adamw", .micro_batches = 2},
     {.sharding = Sharding::fsdp, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
     {.sharding = Sharding::fsdp, .optimizer = "sgd", .dtype = at::kHalf},
-    {.sharding = Sharding::fsdp, .optimizer = "lamb"}};
+    {.sharding = Sharding::fsdp, .optimizer = "lamb"},
+    {.sharding = Sharding::megatron, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::megatron, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3}};
+inline const std::vector<Trained> rarely_sharded{
+    {.sharding = Sharding::megatron, .optimizer = "sgd", .dtype = at::kHalf, .overlap = false},
+    {.sharding = Sharding::megatron, .optimizer = "lamb"}};
 
 // Waits until all ranks train.
 inline bool all_train(const Record& record, int ranks) {

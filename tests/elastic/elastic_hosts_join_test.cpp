@@ -122,7 +122,8 @@ void join_with(Fault fault, int trial, std::mt19937& random) {
   constexpr int epochs = 3;
   const auto& sharded = trial % 4 == 1 ? by_host : fully_sharded;
   const auto& trained = trial % 4 == 0 ? Trained() : sharded[random() % sharded.size()];
-  const bool may_be_tcp = trained.sharding == Sharding::none || trained.sharding == Sharding::fsdp;
+  const bool may_be_tcp = trained.sharding == Sharding::none || trained.sharding == Sharding::fsdp ||
+                          trained.sharding == Sharding::megatron;
   const std::string transport = may_be_tcp && random() % 2 == 0 ? "tcp" : "auto";
   const test::SharedRecord record;
   const auto body = [&](const World& world) {

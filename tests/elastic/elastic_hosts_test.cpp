@@ -164,7 +164,7 @@ TEST_F(ElasticHosts, ELA12_local_updates_outlive_ranks_and_hosts) {
 }
 
 TEST_F(ElasticHosts, ELA04_shards_that_a_host_would_take_with_it_are_refused) {
-  for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron}) {
+  for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2}) {
     ForkedHosts hosts({1, 1}, [&](const World& world) {
       const auto net = std::make_shared<test::Net>();
       const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());

@@ -210,6 +210,45 @@ TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_where_frozen_
   expect_misfits({{2, 0}, {0, 1}, "auto", "frozen parameters, such as first.weight", /*frozen=*/true});
 }
 
+// They have no owner.
+TEST_F(ElasticSecondJoin, ELA06_frozen_parameters_of_megatron_come_to_a_newcomer) {
+  const test::SharedRecord record;
+  record->last_step = 3;
+  ForkedHosts hosts({1, 1, 0},
+                    [&](const World& world) {
+                      alarm(30);
+                      const auto net = std::make_shared<test::Net>();
+                      net->first->weight.requires_grad_(false);
+                      const torch::NoGradGuard no_grad;
+                      if (world.joining()) net->first->weight.fill_(5);
+                      const auto wrapped = test::wrap_as(fully_sharded[4], net, world.group());
+                      auto options = quick;
+                      options.on_change = [](const ElasticChange&) {};
+                      const auto elastic = wrapped.elastic(world, options);
+                      const auto x = test::inputs_of({1, 2, 3});
+                      while (elastic->steps() < 6) {
+                        while (record->last_step != 0 && elastic->steps() >= record->last_step) usleep(200);
+                        const auto compute = [&] {
+                          const at::AutoGradMode grad(true);
+                          wrapped.backward(test::loss_of(wrapped.forward(x), x));
+                        };
+                        if (!elastic->step(3, compute, [&] { wrapped.step(); })) continue;
+                        wrapped.optimizer->zero_grad();
+                        record->evaluations[test::member_number(world)] = static_cast<int>(elastic->steps());
+                      }
+                      return fmt::format("{:x} of {}", test::hash_of(OptimizerState(), *net), world.size());
+                    },
+                    over("tcp"), {0, 0, 1});
+  ASSERT_TRUE(test::JoinJob::comes_true([&] { return record->evaluations[0] == 3 && record->evaluations[1] == 3; }));
+  bring(hosts, {2});
+  record->last_step = 0;
+  const auto ended = hosts.wait(40);
+  for (const auto& one : ended) {
+    EXPECT_EQ(one.text, ended[0].text);
+    EXPECT_THAT(one.text, testing::EndsWith("of 3"));
+  }
+}
+
 TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_hybrid_shard_over_sockets) {
   Misfits misfits{{2, 0}, {0, 1}, "tcp", "hybrid_shard needs hosts whose ranks share memory"};
   misfits.trained.sharding = test::Sharding::hybrid;

@@ -19,6 +19,7 @@ using test::Moment;
 using test::name_of;
 using test::over;
 using test::quick;
+using test::rarely_sharded;
 using test::Trained;
 
 class ElasticSecondOwner : public test::OnHosts {};
@@ -31,8 +32,14 @@ TEST(SecondOwners, ELA04_the_second_owner_is_on_the_next_host) {
   EXPECT_EQ(second_owners({0, 0, 0}), (std::vector<int>{1, 2, 0}));  // of one host
 }
 
+std::vector<Trained> all_sharded() {
+  auto list = fully_sharded;
+  list.insert(list.end(), rarely_sharded.begin(), rarely_sharded.end());
+  return list;
+}
+
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_nobody_ends) {
-  for (const auto& trained : fully_sharded) {
+  for (const auto& trained : all_sharded()) {
     SCOPED_TRACE(name_of(trained));
     die_on_hosts({{2, 2}, "auto"}, {}, trained);
     die_on_hosts({{1, 2}, "auto"}, {}, trained);
@@ -58,7 +65,7 @@ TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_a_host_with_one_rank_ends_at_each_m
 }
 
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_end_one_after_the_other_until_one_is_left) {
-  for (const auto& trained : fully_sharded) {
+  for (const auto& trained : all_sharded()) {
     SCOPED_TRACE(name_of(trained));
     die_on_hosts({{1, 1, 1}, "auto"}, {{1, Moment::in_backward, 3}, {0, Moment::spoilt_update, 6}}, trained);
     // Those that are left are on one host, where ranks share memory.
@@ -117,10 +124,19 @@ struct Done {
   const char* what;
   std::function<void(const test::Wrapped& wrapped, const at::Tensor& x)> compute;
   std::function<void(const test::Wrapped& wrapped)> between{};
+  bool of_fsdp = false;
 };
 
 FullyShardedCore& fsdp_of(const test::Wrapped& wrapped) {
   return dynamic_cast<FullyShardedCore&>(*wrapped.parallel);
+}
+
+torch::nn::Module& module_of(const test::Wrapped& wrapped) {
+  return wrapped.parallel ? *wrapped.parallel->module() : *wrapped.megatron()->modules().front();
+}
+
+Group group_of(const test::Wrapped& wrapped) {
+  return wrapped.parallel ? wrapped.parallel->group() : wrapped.megatron()->group();
 }
 
 void backward_of(const test::Wrapped& wrapped, const at::Tensor& x) {
@@ -136,52 +152,57 @@ const std::vector<Done> things_done{
      }},
     {"a weight",
      [](const auto& wrapped, const auto& x) {
-       wrapped.weighted_backward(test::loss_of(wrapped.forward(x), x), wrapped.parallel->group().rank() + 1);
+       wrapped.weighted_backward(test::loss_of(wrapped.forward(x), x), group_of(wrapped).rank() + 1);
      }},
     {"clipping by hand",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
        fsdp_of(wrapped).clip_grad_norm_(0.1);
-     }},
+     },
+     {},
+     /*of_fsdp=*/true},
     {"clipping after two backwards",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
        backward_of(wrapped, x);
        fsdp_of(wrapped).clip_grad_norm_(0.1);
-     }},
+     },
+     {},
+     /*of_fsdp=*/true},
     {"a gradient that is zeroed",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
-       wrapped.parallel->module()->parameters()[0].mutable_grad().zero_();
+       module_of(wrapped).parameters()[0].mutable_grad().zero_();
      }},
     {"a gradient that is dropped",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
-       wrapped.parallel->module()->parameters()[0].mutable_grad().reset();
+       module_of(wrapped).parameters()[0].mutable_grad().reset();
      }},
     {"a parameter that is written", backward_of,
      [](const auto& wrapped) {
        const torch::NoGradGuard no_grad;
-       wrapped.parallel->module()->parameters()[0].mul_(2);
+       module_of(wrapped).parameters()[0].mul_(2);
      }},
     {"parameters that are written in a scope", backward_of,
      [](const auto& wrapped) {
        const auto full = fsdp_of(wrapped).summon_full_params();
        const torch::NoGradGuard no_grad;
-       for (auto& parameter : wrapped.parallel->module()->parameters()) parameter.add_(0.5);
-     }},
+       for (auto& parameter : module_of(wrapped).parameters()) parameter.add_(0.5);
+     },
+     /*of_fsdp=*/true},
     {"a parameter that is replaced", backward_of,
      [](const auto& wrapped) {
-       auto parameter = wrapped.parallel->module()->parameters()[0];
+       auto parameter = module_of(wrapped).parameters()[0];
        parameter.set_data(at::full(parameter.sizes(), 0.25, parameter.options().requires_grad(false)));
      }},
     {"all parameters are clamped", backward_of,
      [](const auto& wrapped) {
        const torch::NoGradGuard no_grad;
-       for (auto& parameter : wrapped.parallel->module()->parameters()) parameter.clamp_(-0.1, 0.1);
+       for (auto& parameter : module_of(wrapped).parameters()) parameter.clamp_(-0.1, 0.1);
      }},
     {"a parameter is frozen", backward_of,
-     [](const auto& wrapped) { wrapped.parallel->module()->parameters()[2].requires_grad_(false); }}};
+     [](const auto& wrapped) { module_of(wrapped).parameters()[2].requires_grad_(false); }}};
 
 std::string lose_a_rank(const World& world, const Done& done, const Trained& trained, int victim) {
   alarm(30);
@@ -218,9 +239,11 @@ std::string lose_a_rank(const World& world, const Done& done, const Trained& tra
 TEST_F(ElasticSecondOwner, ELA02_ELA04_second_owners_have_what_the_first_ones_have) {
   int number = 0;
   for (const auto& done : things_done) {
-    for (const size_t kind : {0, 1, 3}) {
+    for (const size_t kind : {0, 1, 3, 4, 5}) {
+      const auto& strategy = fully_sharded[kind];
       if (kind != 1 && number % 2 != 0) continue;
-      const auto& trained = fully_sharded[kind];
+      if (done.of_fsdp && !strategy.is_fsdp()) continue;
+      const auto& trained = strategy;
       const int victim = ++number % 3;
       SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
       ForkedHosts hosts(
@@ -267,7 +290,8 @@ TEST_F(ElasticSecondOwner, ELA02_ELA04_what_is_written_before_a_rank_ends_is_not
   int number = 0;
   for (const auto& done : things_done) {
     if (!done.between) continue;
-    for (const auto& trained : {fully_sharded[0], fully_sharded[1]}) {
+    for (const auto& trained : {fully_sharded[0], fully_sharded[1], fully_sharded[5]}) {
+      if (done.of_fsdp && !trained.is_fsdp()) continue;
       const int victim = ++number % 3;
       SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
       const auto run = [&](int dies) {
@@ -390,10 +414,10 @@ TEST_F(ElasticSecondOwner, ELA02_values_that_only_first_owners_have_are_found) {
 }
 
 // Step 1 has no update on rank `by`, or on all (-1). takes_part: false: no rank makes this step at all.
-std::string skip_a_step(const World& world, int steps, int by, bool takes_part = true) {
+std::string skip_a_step(const World& world, const Trained& trained, int steps, int by, bool takes_part = true) {
   alarm(30);
   const auto net = std::make_shared<test::Net>();
-  const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+  const auto wrapped = test::wrap_as(trained, net, world.group());
   auto options = quick;
   options.on_change = [](const ElasticChange&) {};
   const auto elastic = wrapped.elastic(world, options);
@@ -419,7 +443,8 @@ TEST_F(ElasticSecondOwner, ELA01_a_step_that_all_ranks_skip_in_their_update_chan
   std::string expected;
   for (const bool takes_part : {false, true}) {
     ForkedHosts hosts(
-        {1, 1, 1}, [&](const World& world) { return skip_a_step(world, 4, -1, takes_part); }, over("tcp"));
+        {1, 1, 1}, [&](const World& world) { return skip_a_step(world, fully_sharded[0], 4, -1, takes_part); },
+        over("tcp"));
     const auto ended = hosts.wait(30);
     if (!takes_part) expected = ended[0].text;
     for (const int rank : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, expected);
@@ -429,10 +454,14 @@ TEST_F(ElasticSecondOwner, ELA01_a_step_that_all_ranks_skip_in_their_update_chan
 
 // In the next step, or at the end of what they do together.
 TEST_F(ElasticSecondOwner, ELA02_a_step_that_some_ranks_skip_is_an_error_on_all) {
-  for (const int steps : {2, 3}) {
+  for (const auto& [steps, kind] : {std::pair(2, 0), {3, 0}, {3, 4}}) {
+    const auto& trained = fully_sharded[static_cast<size_t>(kind)];
+    SCOPED_TRACE(fmt::format("{}, {} steps", name_of(trained), steps));
     ForkedHosts hosts(
         {1, 1},
-        [&](const World& world) { return test::refusal<DisagreeError>([&] { skip_a_step(world, steps, /*by=*/1); }); },
+        [&, steps = steps](const World& world) {
+          return test::refusal<DisagreeError>([&] { skip_a_step(world, trained, steps, /*by=*/1); });
+        },
         over("tcp"));
     for (const auto& one : hosts.wait(30)) EXPECT_THAT(one.text, testing::HasSubstr("on some ranks and not on others"));
   }
@@ -440,34 +469,66 @@ TEST_F(ElasticSecondOwner, ELA02_a_step_that_some_ranks_skip_is_an_error_on_all)
 
 // After Elastic, ranks own their shards alone again, and train on.
 TEST_F(ElasticSecondOwner, ELA04_a_training_goes_on_after_elastic) {
+  for (const auto& trained : {fully_sharded[0], fully_sharded[4]}) {
+    SCOPED_TRACE(name_of(trained));
+    ForkedHosts hosts(
+        {1, 1},
+        [&](const World& world) -> std::string {
+          alarm(30);
+          const auto x = test::inputs_of({1, 2, static_cast<size_t>(world.rank())});
+          uint64_t hashes[2];
+          for (const bool elastic : {false, true}) {
+            const auto net = std::make_shared<test::Net>();
+            const auto wrapped = test::wrap_as(trained, net, world.group());
+            auto guard = elastic ? wrapped.elastic(world, quick) : nullptr;
+            for (int i = 0; i < 4; ++i) {
+              torch::manual_seed(static_cast<uint64_t>(i));
+              const auto compute = [&] { backward_of(wrapped, x); };
+              if (i == 2) guard.reset();
+              if (guard) {
+                guard->step(3, compute, [&] { wrapped.step(); });
+              } else {
+                compute();
+                wrapped.step();
+              }
+              wrapped.optimizer->zero_grad();
+            }
+            hashes[elastic ? 1 : 0] = test::hash_of(wrapped.state(*net), *net);
+          }
+          return hashes[0] == hashes[1] ? "" : "another state";
+        },
+        over("tcp"));
+    for (const auto& one : hosts.wait(30)) EXPECT_EQ(one.text, "");
+  }
+}
+
+// There, behind its own update, a rank has none of the others'.
+TEST_F(ElasticSecondOwner, ELA02_parameters_that_have_not_come_from_all_ranks_are_not_read) {
   ForkedHosts hosts(
       {1, 1},
-      [](const World& world) -> std::string {
+      [](const World& world) {
         alarm(30);
-        const auto x = test::inputs_of({1, 2, static_cast<size_t>(world.rank())});
-        uint64_t hashes[2];
-        for (const bool elastic : {false, true}) {
-          const auto net = std::make_shared<test::Net>();
-          const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
-          auto guard = elastic ? wrapped.elastic(world, quick) : nullptr;
-          for (int i = 0; i < 4; ++i) {
-            torch::manual_seed(static_cast<uint64_t>(i));
-            const auto compute = [&] { backward_of(wrapped, x); };
-            if (i == 2) guard.reset();
-            if (guard) {
-              guard->step(3, compute, [&] { wrapped.step(); });
-            } else {
-              compute();
-              wrapped.step();
-            }
-            wrapped.optimizer->zero_grad();
-          }
-          hashes[elastic ? 1 : 0] = test::hash_of(wrapped.state(*net), *net);
-        }
-        return hashes[0] == hashes[1] ? "" : "another state";
+        const auto net = std::make_shared<test::Net>();
+        const auto wrapped = test::wrap_as(fully_sharded[4], net, world.group());
+        const auto elastic = wrapped.elastic(world, quick);
+        const auto x = test::inputs_of({1, 2});
+        const auto step = [&](bool reads) {
+          const auto update = [&] {
+            net->parameters()[0].sum();
+            wrapped.step();
+            if (reads) net->parameters()[0].sum();
+          };
+          elastic->step(
+              2, [&] { backward_of(wrapped, x); }, update);
+        };
+        step(false);
+        net->parameters()[0].sum();
+        wrapped.optimizer->zero_grad();
+        return test::refusal([&] { step(true); });
       },
       over("tcp"));
-  for (const auto& one : hosts.wait(30)) EXPECT_EQ(one.text, "");
+  for (const auto& one : hosts.wait(20))
+    EXPECT_THAT(one.text, testing::HasSubstr("has not come from the ranks that have updated it"));
 }
 
 std::string refused(const World& world, const FullyShardedDataParallelOptions& options, bool frozen) {
@@ -493,6 +554,22 @@ TEST_F(ElasticSecondOwner, ELA04_what_has_no_second_owners_is_refused_by_name) {
     ForkedHosts hosts(
         {2, 2}, [&](const World& world) { return refused(world, one.options, one.frozen); }, over("tcp"));
     for (const auto& rank : hosts.wait(20)) EXPECT_THAT(rank.text, testing::HasSubstr(one.said));
+  }
+}
+
+TEST_F(ElasticSecondOwner, ELA04_a_hook_of_megatron_is_refused_by_name) {
+  ForkedHosts hosts(
+      {1, 1},
+      [](const World& world) {
+        DistributedOptimizerOptions options;
+        options.communication_hook = std::make_shared<SumHook>();
+        DistributedOptimizer<FusedAdamW> optimizer(std::make_shared<test::Net>(), torch::optim::AdamWOptions(1e-3),
+                                                   world.group(), options);
+        return test::refusal([&] { const Elastic elastic(world, optimizer, quick); });
+      },
+      over("tcp"));
+  for (const auto& rank : hosts.wait(20)) {
+    EXPECT_THAT(rank.text, testing::HasSubstr("communication_hook is not supported where shards have second owners"));
   }
 }
 

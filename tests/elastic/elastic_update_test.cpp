@@ -49,8 +49,8 @@ struct Training {
 };
 
 // Without shared memory, what a rank owns ends with it.
-TEST(ElasticUpdate, ELA01_sharded_optimizers_over_sockets_are_refused_by_name) {
-  for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron}) {
+TEST(ElasticUpdate, ELA01_zero_over_sockets_are_refused_by_name) {
+  for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2}) {
     SCOPED_TRACE(static_cast<int>(sharding));
     WorldOptions options;
     options.transport = "tcp";

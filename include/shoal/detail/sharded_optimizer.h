@@ -89,6 +89,8 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // its step by itself: allow_update(), step(). No rank needs commit().
   bool has_second_owners() const;
   void allow_update();
+  // Of second owners, behind that step: whole parameters get the updates of all ranks. Collective.
+  void publish_update();
   // Options that ranks must have in common, beside those of the param groups: one line each.
   std::vector<std::string> description() const;
   // The loss scaler of the optimizer; nullptr: none.
@@ -159,7 +161,7 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
 
   // For Elastic: whether grad() of the parameter stands for a gradient in a buffer that has not been zeroed.
   bool has_buffered_gradient(const at::Tensor& parameter) const;
-  // Where parameters are pages, ranks become second owners of what others own.
+  // Where ranks share no parameters, they become second owners of what others own.
   void guard() override;
   // In a process that comes to a job with second owners: it gets its shards in regroup(), and has none before.
   void come_without_shards();
@@ -173,8 +175,8 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
   // Where the ranks before or after a change have second owners: all learn whose shards count, the former ones or those of a change that
-  // has failed. Call it first in a change. has_pages: whether parameters are pages afterwards. Collective over the ranks of the job.
-  void begin_regroup(const Group& group, bool has_pages);
+  // has failed. Call it first in a change. apart: whether ranks share no parameters afterwards. Collective over the ranks of the job.
+  void begin_regroup(const Group& group, bool apart);
   // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
   // `step` steps. everybody: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
   void regroup(const Group& group, const Group& everybody, std::vector<std::shared_ptr<ShardedModule>> modules,

@@ -195,7 +195,7 @@ void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) 
   const auto holds = [](const std::vector<size_t>& list, size_t piece) {
     return std::find(list.begin(), list.end(), piece) != list.end();
   };
-  for (const auto* list : {&pieces_, &second_pieces_}) {
+  for (const auto* list : {&pieces_, &second_.pieces}) {
     for (const auto& piece : *list) {
       if (!piece.copied || !holds(changes.trainable[piece.bucket], piece.slice.piece)) continue;
       refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,

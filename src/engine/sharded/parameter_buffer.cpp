@@ -209,6 +209,23 @@ void ParameterBuffer::adopt(const Label& label) {
   }
   publish(label);
   wait(label);
+  bind_all(pieces);
+}
+
+void ParameterBuffer::adopt_alone() {
+  const torch::NoGradGuard no_grad;
+  const UnwatchedOperators own;
+  const auto pieces = changed();
+  for (const auto piece : pieces) {
+    const auto& parameter = parameters()[piece];
+    if (moved(piece) || !same_view(parameter, homes_[piece])) {
+      part(layout_.range(piece)).copy_(values_like(homes_[piece], parameter));
+    }
+  }
+  bind_all(pieces);
+}
+
+void ParameterBuffer::bind_all(const std::vector<size_t>& pieces) {
   const std::lock_guard lock(mutex_);
   for (const auto piece : pieces) {
     bind(piece);

@@ -67,6 +67,8 @@ class ParameterBuffer : private MemoryUser {
   // Shapes must be unchanged; another dtype is converted. Collective; with the same parameters on all ranks, none of
   // which reads them meanwhile.
   void adopt(const Label& label);
+  // The same of memory that is this rank's alone, without the other ranks: what the program holds is not looked after.
+  void adopt_alone();
   // While off, writes are not detected. In shared memory they go to private copies all the same.
   void notice_writes(bool on) { notices_ = on; }
   // Gives every parameter its private copy now, so that writes past the operators (data_ptr) stay on this rank, too.
@@ -84,6 +86,8 @@ class ParameterBuffer : private MemoryUser {
   void take_own(size_t piece);
   void refresh(size_t piece);
   void set_place(size_t piece, const at::Tensor& memory);
+  // The parameters are views of the buffer again.
+  void bind_all(const std::vector<size_t>& pieces);
   // Binds the parameter to its place in this rank's view of the buffer.
   void bind(size_t piece);
   void point_to_buffer(size_t piece);

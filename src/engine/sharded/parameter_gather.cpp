@@ -42,6 +42,7 @@ class InParameters : public ParameterGather {
   at::Tensor current(const Slice& slice) const override { return buffer_.current(slice.piece, slice.in_piece); }
   void leave_to_holders() override { buffer_.leave_to_holders(); }
   void adopt(const Label& label) override { buffer_.adopt(label); }
+  void adopt_alone() override { buffer_.adopt_alone(); }
   void notice_writes(bool on) override { buffer_.notice_writes(on); }
   void make_private() override { buffer_.make_private(); }
   void end_private(bool keep) override { buffer_.end_private(keep); }

@@ -42,7 +42,8 @@ class ParameterGather {
   // program still holds of a replaced parameter's former memory keeps its values; elements() may lie elsewhere
   // afterwards. Collective.
   virtual void adopt(const Label& label) = 0;
-  // The same of pages without the other ranks: what the program holds is not looked after.
+  // The same without the other ranks, of pages, and of parameters that are whole in each rank's own memory: what the program holds is
+  // not looked after.
   virtual void adopt_alone() {}
   // While off, writes are not detected.
   virtual void notice_writes(bool on) = 0;

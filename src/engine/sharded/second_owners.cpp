@@ -117,6 +117,13 @@ void ShardedOptimizerCore::State::complete_second() {
   for (const auto& module : modules) module->complete_second(commit.options, label("second copies of gradients"));
 }
 
+// Also of ranks that have left this update out, which the next commit says: so its label has the number of reductions.
+void ShardedOptimizerCore::State::publish_second() {
+  if (!second) return;
+  const torch::NoGradGuard no_grad;
+  for (const auto& module : modules) module->publish_now({module->reducer().step(), -1, "updated parameters"});
+}
+
 void ShardedOptimizerCore::State::seal_gradients() {
   if (!second) return;
   for_pieces([](const ShardedModule&, OwnedPiece& piece) { piece.sealed = piece.sum._version(); });
@@ -132,7 +139,7 @@ void ShardedOptimizerCore::State::require_sealed() const {
 void ShardedOptimizerCore::guard() {
   auto& state = this->state();
   auto& module = *state.modules.front();
-  if (state.group.size() == 1 || !module.has_pages()) return ShardedOptimizerBase::guard();
+  if (state.group.size() == 1 || module.shared()) return ShardedOptimizerBase::guard();
   if (state.second) return;
   const torch::NoGradGuard no_grad;
   module.wait_all();
@@ -182,8 +189,9 @@ void ShardedOptimizerCore::State::seal(int64_t division) {
 }
 
 // A division counts if some rank knows that all have made it, or if all that are left have. Then all of them have it here.
-void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
+void ShardedOptimizerCore::begin_regroup(const Group& group, bool apart) {
   auto& state = this->state();
+  for (const auto& module : state.modules) module->end_outdated();
   const SecondOwnership first;
   const auto& own = state.second ? *state.second : first;
   const bool has_none = own.sealed == SecondOwnership::none;
@@ -203,7 +211,7 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool has_pages) {
   said.has_written = state.second && !own.former && state.modules.front()->is_written() ? 1 : 0;
   const auto most = said.most(group);
   if (std::isfinite(most.updates) && most.updates != -most.minus_updates) refuse_unequal_updates();
-  if (most.has_second == 0 && !has_pages) return;  // ranks share their memory, as before
+  if (most.has_second == 0 && !apart) return;  // ranks share their memory, as before
   const bool had_second = state.second.has_value();
   if (!had_second) state.second.emplace();
   auto& second = *state.second;
@@ -241,15 +249,15 @@ void ShardedOptimizerCore::take_over_from_owners(int64_t step) {
   auto& state = this->state();
   auto& second = *state.second;
   auto& module = *state.modules.front();
-  const bool goes_on = state.group.size() > 1 && module.has_pages();
+  const bool goes_on = state.group.size() > 1 && !module.shared();
   if (goes_on) module.hold_second();
   state.local = make_local(state.make, state.shares_of(param_groups_), *defaults_, state.name);
   state.steps = step;
-  state.wait_at_first_touch = module.has_pages();
   const auto wanted = state.shards();
   second.former->fill(state.group, wanted, *state.local, second.before ? &*second.before : nullptr);
   state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.put_out(); });
   if (goes_on) {
+    state.publish_second();
     second.updated = state.shards();
     second.made = second.tries;
     state.group.barrier(state.label("the new shards")).wait();

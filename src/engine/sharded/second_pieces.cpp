@@ -33,49 +33,49 @@ bool ShardedModule::has_pages() const {
 
 void ShardedModule::hold_second() {
   const torch::NoGradGuard no_grad;
-  second_ = std::make_shared<SecondCopies>(*reducer_);
+  second_.copies = std::make_shared<SecondCopies>(*reducer_);
   drop_former();  // second owners have none
   for (size_t number = 0; number < gathers_.size(); ++number) {
     std::vector<Range> ranges;
-    for (const auto& copy : second_->of(number)) ranges.push_back(copy.range);
+    for (const auto& copy : second_.copies->of(number)) ranges.push_back(copy.range);
     gathers_[number]->hold(std::move(ranges));
-    for (const auto& copy : second_->of(number)) {
+    for (const auto& copy : second_.copies->of(number)) {
       for (const auto& slice : reducer_->buckets()[number].layout().overlapping(copy.range)) {
-        second_pieces_.push_back(piece_of(number, slice, copy.sum, copy.range.begin));
-        second_pieces_.back().owner = copy.owner;
-        second_pieces_.back().counted = false;
+        second_.pieces.push_back(piece_of(number, slice, copy.sum, copy.range.begin));
+        second_.pieces.back().owner = copy.owner;
+        second_.pieces.back().counted = false;
       }
     }
   }
-  reducer_->callbacks.after_sum = [second = second_](PendingExchange sum, size_t bucket, const Label& label) {
+  reducer_->callbacks.after_sum = [second = second_.copies](PendingExchange sum, size_t bucket, const Label& label) {
     return second->follow(std::move(sum), bucket, label);
   };
 }
 
 void ShardedModule::drop_second() {
   reducer_->callbacks.after_sum = {};
-  second_pieces_.clear();
-  second_.reset();
+  second_.pieces.clear();
+  second_.copies.reset();
   for (const auto& gather : gathers_) gather->hold({});
 }
 
 void ShardedModule::complete_second(uint64_t options, const Label& label) {
   std::map<int, uint64_t> digests;
-  for (const auto* list : {&pieces_, &second_pieces_}) {
+  for (const auto* list : {&pieces_, &second_.pieces}) {
     for (const auto& piece : *list) {
       auto& digest = digests[piece.owner < 0 ? shard_.rank() : piece.owner];
       digest = with_element(digest, piece.main, label.step);
     }
   }
-  second_->complete(digests, options, label);
+  second_.copies->complete(digests, options, label);
 }
 
 void ShardedModule::clip_sums(std::vector<at::Tensor> sums, double norm, double max_norm) {
-  if (!second_) return clip_to_norm(sums, norm, max_norm);
-  for (const auto& piece : second_pieces_) {
+  if (!second_.copies) return clip_to_norm(sums, norm, max_norm);
+  for (const auto& piece : second_.pieces) {
     if (reducer_->has_sum(piece.gradient)) sums.push_back(piece.sum);
   }
-  second_->change_alike([&] { clip_to_norm(sums, norm, max_norm); });
+  second_.copies->change_alike([&] { clip_to_norm(sums, norm, max_norm); });
 }
 
 }  // namespace shoal

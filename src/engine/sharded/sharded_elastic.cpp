@@ -83,6 +83,10 @@ void ShardedOptimizerBase::allow_update() {
   state_->commit.passed = true;
 }
 
+void ShardedOptimizerBase::publish_update() {
+  state_->publish_second();
+}
+
 void ShardedOptimizerBase::map_on_host(bool map) {
   auto& state = *state_;
   if (!state.guarded) return;

@@ -9,6 +9,14 @@
 #include "shoal/error.h"
 
 namespace shoal {
+namespace {
+
+constexpr const char* about_outdated =
+    "has not come from the ranks that have updated it: where ranks share no memory, those of an elastic job send each "
+    "other their shards behind the second function of Elastic::step(). Use parameters there before the optimizer's "
+    "step(), in the first function, or between two steps";
+
+}  // namespace
 
 ShardedModule::ShardedModule(Group shard, std::shared_ptr<Reducer> reducer,
                              std::vector<std::unique_ptr<ParameterGather>> gathers, std::shared_ptr<Timers> waits,
@@ -115,24 +123,67 @@ void ShardedModule::serve_readers() {
   }
 }
 
+void ShardedModule::put_out() const {
+  for (const auto* list : {&pieces_, &second_.pieces}) {
+    for (const auto& piece : *list) piece.put_out();
+  }
+}
+
 void ShardedModule::publish(const Label& label) {
   require_going_on();
   written_ = false;
   drop_former();
+  end_outdated();
   first_touch_.touch_all();
-  for (const auto* list : {&pieces_, &second_pieces_}) {
-    for (const auto& piece : *list) piece.put_out();
-  }
+  put_out();
+  send(label);
+}
+
+void ShardedModule::send(const Label& label) {
   std::for_each(gathers_.rbegin(), gathers_.rend(), [&](const auto& gather) { gather->publish(label); });
 }
 
 void ShardedModule::drop_former() const {
-  for (const auto* list : {&pieces_, &second_pieces_}) {
+  for (const auto* list : {&pieces_, &second_.pieces}) {
     for (const auto& piece : *list) piece.former.drop();
   }
   for (const auto& frozen : frozen_) {
     for (const auto& piece : frozen.pieces) piece.former.drop();
   }
+}
+
+void ShardedModule::publish_later(const Label& label) {
+  if (has_pages()) return publish(label);
+  require_going_on();
+  written_ = false;
+  drop_former();
+  put_out();
+  begin_outdated();
+}
+
+void ShardedModule::begin_outdated() {
+  second_.whole = Second::Whole::outdated;
+  arm_first_touch(about_outdated);
+}
+
+// Also where no step has updated them: other ranks may have.
+void ShardedModule::publish_now(const Label& label) {
+  if (has_pages()) return;  // gathered when they are used
+  end_outdated();
+  try {
+    send(label);
+    wait(label, /*at_first_touch=*/false);
+  } catch (...) {
+    begin_outdated();
+    throw;
+  }
+}
+
+void ShardedModule::end_outdated() {
+  if (second_.whole != Second::Whole::outdated) return;
+  second_.whole = Second::Whole::given_up;
+  first_touch_.touch_all();
+  second_.whole = Second::Whole::current;
 }
 
 void ShardedModule::wait(const Label& label, bool at_first_touch) {
@@ -142,20 +193,29 @@ void ShardedModule::wait(const Label& label, bool at_first_touch) {
     for (size_t number = 0; number < gathers_.size(); ++number) await(number);
     return;
   }
+  arm_first_touch(
+      "may miss updates of other ranks: operators wait for them automatically; call the optimizer's "
+      "finish_param_sync() before saving them or reading their memory (data_ptr)");
+}
+
+void ShardedModule::arm_first_touch(const std::string& about) {
   for (size_t number = 0; number < gathers_.size(); ++number) {
     const auto awaited = gathers_[number]->awaited();
     const auto& members = reducer_->buckets()[number].members();
     for (size_t piece = 0; piece < awaited.size(); ++piece) {
-      first_touch_.arm(
-          number, awaited[piece],
-          fmt::format("parameter {} may miss updates of other ranks: operators wait for them automatically; call the "
-                      "optimizer's finish_param_sync() before saving them or reading their memory (data_ptr)",
-                      reducer_->gradients()[members[piece]].name));
+      first_touch_.arm(number, awaited[piece],
+                       fmt::format("parameter {} {}", reducer_->gradients()[members[piece]].name, about));
     }
   }
 }
 
 void ShardedModule::await(size_t bucket) {
+  if (second_.whole == Second::Whole::given_up) return;
+  if (second_.whole == Second::Whole::outdated) {
+    const auto member = reducer_->buckets()[bucket].members().front();
+    throw UsageError(
+        fmt::format("parameter {} or one beside it {}", reducer_->gradients()[member].name, about_outdated));
+  }
   timed(waits_.get(), "params-all-gather", 1, [&] { gathers_[bucket]->wait(awaited_); });
 }
 

@@ -90,7 +90,7 @@ class ShardedModule {
   const Reducer& reducer() const { return *reducer_; }
   std::vector<OwnedPiece>& pieces() { return pieces_; }
   // What this rank owns a second time, see hold_second(): not counted, and not published.
-  std::vector<OwnedPiece>& second_pieces() { return second_pieces_; }
+  std::vector<OwnedPiece>& second_pieces() { return second_.pieces; }
 
   // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler.
   std::function<double(double max_norm, double norm_type)> clip_without_scale{};
@@ -116,6 +116,12 @@ class ShardedModule {
   void require_going_on() const;
   // Publishes this rank's updated shards, those that forward needs first at the beginning.
   void publish(const Label& label);
+  // In place of publish() where that must not communicate. Of pages it is the same. Parameters that are whole on this rank get its own
+  // shards alone, and using them is a UsageError until all ranks have called publish_now(), or end_outdated() where others' shards will
+  // be replaced anyway.
+  void publish_later(const Label& label);
+  void publish_now(const Label& label);
+  void end_outdated();
   // Waits for the shards of all ranks; `at_first_touch`: for those of a bucket when an operator first uses one of its
   // parameters.
   void wait(const Label& label, bool at_first_touch);
@@ -143,7 +149,7 @@ class ShardedModule {
   void agree_on_changes(const Label& label);
   // What the optimizer updates, with the program's changes that are not adopted yet: a copy if there are some.
   at::Tensor current(const OwnedPiece& piece) const;
-  // The same of pages without the other ranks, whose programs have made the same changes.
+  // The same where ranks share no memory, without the others, whose programs have made the same changes.
   void adopt_alone();
   // Whether there were changes since the last update, also in summon_full_params(), as note_written() tells.
   bool is_written() const { return written_ || changed(); }
@@ -172,10 +178,10 @@ class ShardedModule {
   // Takes over what the optimizer updates from a module that is divided alike, so that the optimizer's tensors stay.
   void keep_pieces(const ShardedModule& former);
 
-  // For elastic jobs whose ranks share no memory: whether parameters are pages.
+  // Whether parameters are pages.
   bool has_pages() const;
-  // From now on this rank owns a second time what others own (second_owners()), and gets their sums. Values are the caller's to fill
-  // in. drop_second(): no longer.
+  // For elastic jobs whose ranks share no memory. From now on this rank owns a second time what others own (second_owners()), and
+  // gets their sums. Values are the caller's to fill in. drop_second(): no longer.
   void hold_second();
   void drop_second();
   // Sums of second pieces are as their first owners have them. DisagreeError if some elements that are looked at, others in each step,
@@ -183,6 +189,15 @@ class ShardedModule {
   void complete_second(uint64_t options, const Label& label);
 
  private:
+  // What this rank owns a second time.
+  struct Second {
+    std::vector<OwnedPiece> pieces{};
+    std::shared_ptr<SecondCopies> copies{};
+    // Of parameters that are whole on this rank. outdated: they have not got the other ranks' last updates. given_up: nor will they.
+    enum class Whole { current, outdated, given_up };
+    Whole whole = Whole::current;
+  };
+
   void list_pieces(std::span<const at::Tensor> originals);
   // sums: of the bucket's elements from `begin` on.
   OwnedPiece piece_of(size_t bucket, const Slice& slice, const at::Tensor& sums, int64_t begin) const;
@@ -200,6 +215,11 @@ class ShardedModule {
     std::vector<std::vector<size_t>> frozen{};
   };
   void await(size_t bucket);
+  // about: what follows the parameter's name in the error of an access past the operators.
+  void arm_first_touch(const std::string& about);
+  void put_out() const;
+  void send(const Label& label);
+  void begin_outdated();
   bool changed() const;
   // None: nothing has changed.
   std::optional<Changes> agreed_changes();
@@ -214,8 +234,7 @@ class ShardedModule {
   KnownModule known_;
   bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
-  std::vector<OwnedPiece> second_pieces_;
-  std::shared_ptr<SecondCopies> second_{};
+  Second second_;
   std::vector<at::Tensor> copies_;  // by bucket: float32 copies of all ranks' elements; undefined: there are none
   std::vector<Reducer::Remains> remains_;  // of gradients, when this module was retired
   bool lent_ = false;

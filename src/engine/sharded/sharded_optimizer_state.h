@@ -110,6 +110,8 @@ struct ShardedOptimizerBase::State {
   virtual bool has_second() const { return false; }
   // What second owners have of gradients is as the first owners have it. Collective.
   virtual void complete_second() {}
+  // What an update has left for the other ranks comes to them. Collective.
+  virtual void publish_second() {}
   // Gradients must not change any more, which require_sealed() checks: UsageError.
   virtual void seal_gradients() {}
   virtual void require_sealed() const {}

@@ -129,6 +129,10 @@ bool ShardedOptimizerCore::State::shared() const {
 
 void ShardedOptimizerCore::State::publish() {
   const auto updated = label("updated parameters");
+  if (second) {
+    for (const auto& module : modules) module->publish_later(updated);
+    return;
+  }
   for (const auto& module : modules) module->publish(updated);
   for (const auto& module : modules) module->wait(updated, wait_at_first_touch);
 }

@@ -53,6 +53,7 @@ struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
   UpdateTargets shared_targets(const ParamGroups& groups) override;
   bool has_second() const override { return second.has_value(); }
   void complete_second() override;
+  void publish_second() override;
   void seal_gradients() override;
   void require_sealed() const override;
   // This rank's pieces and their state.

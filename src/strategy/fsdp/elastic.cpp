@@ -156,6 +156,7 @@ void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group&
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& everybody,
                                         int64_t step) {
   parallel.regroup(groups, step, !has_second_owners());
+  state().wait_at_first_touch = parallel.shards_->pager != nullptr;
   ShardedOptimizerCore::regroup(groups.shard, everybody, {parallel.shards_->module}, step);
 }
 

@@ -30,11 +30,32 @@ void DistributedOptimizerCore::require_regroupable() const {
   if (options.model_parallel_group) faults.emplace_back("model_parallel_group has ranks of other replicas' stages");
   if (!reduction_->declared.empty()) faults.emplace_back("all_reduce_grads() keeps groups of its own");
   if (!faults.empty()) throw UsageError(fmt::format("Elastic: DistributedOptimizer: {}", fmt::join(faults, "; ")));
+  if (is_apart_over(group())) return require_second_owners();
   ShardedOptimizerCore::require_regroupable();
+}
+
+bool DistributedOptimizerCore::shards_over_all() const {
+  return !reduction_->options.shard_within_host;
+}
+
+bool DistributedOptimizerCore::is_apart_over(const Group& everybody) const {
+  return shards_over_all() && everybody.size() > 1 && everybody.transport() != "host";
+}
+
+void DistributedOptimizerCore::require_second_owners() const {
+  if (!reduction_->options.communication_hook) return;
+  throw UsageError(
+      "Elastic: DistributedOptimizer: a communication_hook is not supported where shards have second owners, on "
+      "several hosts or over sockets: leave it out");
 }
 
 // The former chunks keep their memory until the parameters have moved out of it.
 void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
+  if (shards_over_all()) {
+    const bool apart = is_apart_over(group);
+    if (apart) require_second_owners();  // which the ranks before did not need
+    begin_regroup(group, apart);
+  }
   const auto& modules = reduction_->modules;
   std::vector<std::shared_ptr<ShardedModule>> made;
   const auto groups = groups_of(group, reduction_->options);
