@@ -2,7 +2,8 @@
 
     python scripts/metrics_to_tensorboard.py metrics.jsonl runs/first     # then: tensorboard --logdir runs
 
-Every number of a line becomes a scalar at the line's step. Lines that are not JSON or have no step are left out with a
+Every number of a line becomes a scalar at the line's step; null and the words NaN, Infinity and -Infinity are numbers, as for
+`shoal report`, and what float32 cannot hold is infinite. Lines that are not JSON or have no step are left out with a
 note, as by `shoal top` and `shoal report`. A file that is still growing can be converted again: the
 folder must be empty or absent each time.
 
@@ -12,6 +13,7 @@ are protocol buffers of the type Event (tensorflow/core/util/event.proto).
 
 import argparse
 import json
+import math
 import os
 import struct
 import sys
@@ -62,6 +64,16 @@ def scalar_event(wall_time, step, scalars):
     return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + varint(step) + chunk(5, values)
 
 
+def as_number(value):
+    """None where it is no number."""
+    if value is None or isinstance(value, str):
+        return {None: math.nan, "NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    if not isinstance(value, (int, float)):
+        return None
+    largest = 3.4028234663852886e38
+    return math.copysign(math.inf, 1 if value > 0 else -1) if abs(value) > largest else float(value)
+
+
 def convert(source, folder):
     """Returns the number of scalars written and notes on lines that are left out. ValueError if all are."""
     if os.path.isdir(folder) and os.listdir(folder):
@@ -80,9 +92,11 @@ def convert(source, folder):
             if not isinstance(line, dict) or not isinstance(line.get("step"), int):
                 left_out.append(f"{source}: line {number}: " + ("not JSON" if line is None else "no step"))
                 continue
-            scalars = [(tag, value) for tag, value in line.items()
-                       if tag not in ("step", "seconds") and isinstance(value, (int, float))]
-            records.append(scalar_event(line.get("seconds", 0), line["step"], scalars))
+            scalars = [(tag, value) for tag, value in ((tag, as_number(value)) for tag, value in line.items()
+                                                       if tag not in ("step", "seconds")) if value is not None]
+            seconds = as_number(line.get("seconds"))
+            wall_time = seconds if seconds is not None and math.isfinite(seconds) else 0.0
+            records.append(scalar_event(wall_time, line["step"], scalars))
             count += len(scalars)
     if left_out and len(records) == 1:
         raise ValueError(left_out[0])

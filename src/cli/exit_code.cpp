@@ -16,9 +16,11 @@ namespace shoal::cli {
 
 namespace {
 
+int output_error = EIO;  // of standard output, if it has failed
+
 // Flushes standard output, which may still be buffered.
 int require_printed(int code) {
-  const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? EIO : 0;
+  const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? output_error : 0;
   if (error == 0) return code;
   complain(fmt::format("cannot write to standard output: {}", std::strerror(error)));
   return code == 0 ? failed : code;
@@ -31,6 +33,13 @@ void complain(const std::string& text) {
   const auto rank = environment("RANK");
   const bool several = rank && environment("WORLD_SIZE").value_or("1") != "1";
   print_to_stderr("{}error: {}\n", several ? "rank " + *rank + ": " : "", printable(text.substr(0, text.find('\n'))));
+}
+
+bool write_to_stdout(const std::string& text) {
+  const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
+  if (std::fflush(stdout) == 0 && written) return true;
+  output_error = errno;
+  return false;
 }
 
 int exit_code_of(const std::function<int()>& work) {

@@ -11,6 +11,8 @@ constexpr int interrupted_code = 130;
 
 // "rank 1: error: TEXT", the rank only where a launcher started several.
 void complain(const std::string& text);
+// Writes to standard output at once. False: it cannot be written, for the reason in errno; exit_code_of() reports that.
+bool write_to_stdout(const std::string& text);
 // Runs the work and returns its exit code; reports what it throws, and output that cannot be written.
 int exit_code_of(const std::function<int()>& work);
 

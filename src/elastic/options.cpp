@@ -50,7 +50,7 @@ void ElasticOptions::validate(int ranks) const {
   if (!(straggler_seconds >= 0))
     faults.push_back(fmt::format("straggler_seconds is {}: give 0 or more", straggler_seconds));
   if (!(silent_host_seconds >= 0.5 && silent_host_seconds < 1e6))
-    faults.push_back(fmt::format("silent_host_seconds is {}: give at least 0.5", silent_host_seconds));
+    faults.push_back(fmt::format("silent_host_seconds is {}: give 0.5 or more, below 1e6", silent_host_seconds));
   if (static_cast<bool>(give) != static_cast<bool>(take)) faults.emplace_back("give and take: set both or neither");
   if (!faults.empty()) throw UsageError(fmt::format("ElasticOptions: {}", fmt::join(faults, "; ")));
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <thread>
 
 #include "base/environment.h"
@@ -16,6 +17,16 @@ int threads_per_rank(int ranks) {
 }
 
 }  // namespace
+
+bool has_openmp_threads(const Environment& environment) {
+  const auto text = environment("OMP_NUM_THREADS").value_or("");
+  const auto begin = std::min(text.find_first_not_of(' '), text.size());
+  int threads = 0;
+  const auto end = std::from_chars(text.data() + begin, text.data() + text.size(), threads).ptr;
+  const bool whole =
+      end == text.data() + text.size() || *end == ' ' || *end == ',';  // numbers for nested teams may follow
+  return whole && threads > 0;
+}
 
 Variables rank_variables(const LaunchOptions& options, const RankPlace& place, const JobNames& job,
                          const Newcomers& newcomers) {
@@ -42,7 +53,7 @@ Variables rank_variables(const LaunchOptions& options, const RankPlace& place, c
   if (!options.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options.flight_recorder);
   // Python would write into a pipe once it has 8 KiB, and lose them where it is killed.
   if (options.prefix_output && !process_environment()("PYTHONUNBUFFERED")) list.emplace_back("PYTHONUNBUFFERED", "1");
-  if (options.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
+  if (options.threads > 0 || !has_openmp_threads(process_environment())) {
     const int threads = options.threads > 0 ? options.threads : threads_per_rank(options.ranks);
     list.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
   }

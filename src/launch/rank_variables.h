@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "base/environment.h"
 #include "launch/child.h"
 #include "launch/launcher.h"
 #include "launch/newcomers.h"
@@ -21,6 +22,9 @@ struct JobNames {
   std::string secret{};  // empty: none
   int port = 0;          // of the store
 };
+
+// Whether OMP_NUM_THREADS says how many threads a rank has: a whole number above 0. OpenMP ignores what is none.
+bool has_openmp_threads(const Environment& environment);
 
 Variables rank_variables(const LaunchOptions& options, const RankPlace& place, const JobNames& job,
                          const Newcomers& newcomers);

@@ -1,5 +1,6 @@
 #include "planning/measured_step.h"
 
+#include <algorithm>
 #include <chrono>
 #include <unordered_set>
 
@@ -23,6 +24,12 @@ std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, co
 
 }  // namespace
 
+void MeasuredStep::add(const GroupStatistics& communication) {
+  wait_ms += 1e3 * communication.waited_s;
+  calls += communication.calls;
+  bytes += communication.bytes;
+}
+
 MeasuredStep measured_step(TrainingCore& training, int64_t number, int accumulate,
                            const std::function<at::Tensor(int micro)>& loss, bool gradients) {
   const TimedScope whole(timeline_of(training.group()), "step", number);
@@ -43,21 +50,22 @@ MeasuredStep measured_gradients(TrainingCore& training, int64_t number, int accu
     training.backward(accumulate > 1 ? value / accumulate : value);
     step.loss += value.item<double>() / accumulate;
   }
-  const auto communication = training.statistics() - before;
-  step.wait_ms = 1e3 * communication.waited_s;
-  step.bytes = communication.bytes;
+  step.add(training.statistics() - before);
   return step;
 }
 
 void measured_update(TrainingCore& training, int64_t number, bool gradients, MeasuredStep& step) {
-  const auto before = training.statistics().bytes;
+  const auto before = training.statistics();
   const TimedScope scope(timeline_of(training.group()), "optimizer", number);
   const auto start = Clock::now();
   training.step();
   if (gradients) step.grads_mib = mebibytes(training.gradients());
   training.zero_grad();
-  step.update_ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  step.bytes += training.statistics().bytes - before;
+  const std::chrono::duration<double> duration = Clock::now() - start;
+  auto communication = training.statistics() - before;
+  communication.waited_s = std::min(communication.waited_s, duration.count());  // several threads may have waited
+  step.add(communication);
+  step.update_ms = 1e3 * (duration.count() - communication.waited_s);
 }
 
 double mebibytes(const std::vector<at::Tensor>& tensors) {

@@ -15,10 +15,14 @@ namespace shoal {
 
 struct MeasuredStep {
   double loss = 0;       // mean over the micro-batches
-  double wait_ms = 0;    // spent waiting for communication
-  double update_ms = 0;  // spent in the optimizer's step
-  int64_t bytes = 0;     // of this rank's collectives in all groups of the training
+  double wait_ms = 0;    // spent waiting for communication, also in the optimizer's step
+  double update_ms = 0;  // spent in the optimizer's step, without waits
+  int64_t calls = 0;     // this rank's collectives in all groups of the training
+  int64_t bytes = 0;     // of these collectives
   double grads_mib = 0;  // memory of the gradients, if wanted
+
+  // Communication that belongs to the step, too.
+  void add(const GroupStatistics& communication);
 };
 
 // Runs step `number`: for each micro-batch `loss` and its backward, then the optimizer. Its parts are spans of the

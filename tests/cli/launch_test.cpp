@@ -111,6 +111,11 @@ TEST(Launch, cores_are_shared_out_unless_the_environment_says_otherwise) {
   EXPECT_EQ(threads("1", ""), "[0] threads " + std::to_string(cores) + "\n");
   EXPECT_EQ(threads(std::to_string(2 * cores), "").find("threads 1\n"), 4U);
   EXPECT_EQ(threads("1", "OMP_NUM_THREADS=7"), "[0] threads 7\n");
+  EXPECT_EQ(threads("1", "OMP_NUM_THREADS=7,2"), "[0] threads 7,2\n") << "for nested teams";
+  for (const std::string none : {"0", "2x", "99999999999"}) {
+    const auto said = threads("1", "OMP_NUM_THREADS=" + none);  // libgomp may complain
+    EXPECT_TRUE(said.ends_with("[0] threads " + std::to_string(cores) + "\n")) << said;
+  }
   if (!saved.empty()) setenv("OMP_NUM_THREADS", saved.c_str(), 1);
 }
 

@@ -55,6 +55,17 @@ TEST_F(MetricsFile, a_full_disk_is_told_once_and_ends_nothing) {
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "shoal: " + metrics.fault() + "; training continues\n");
 }
 
+// As programs that rotate logs do.
+TEST_F(MetricsFile, goes_on_at_its_beginning_if_another_program_empties_it) {
+  std::ofstream(path()) << "of a former run\n";
+  Metrics metrics(path());
+  metrics.write(step(0));
+  EXPECT_EQ(text(), text_of({step(0)}));
+  std::filesystem::resize_file(path(), 0);
+  metrics.write(step(1));
+  EXPECT_EQ(text(), text_of({step(1)}));
+}
+
 TEST_F(MetricsFile, ELA11_a_line_that_the_writer_did_not_live_to_write_is_written_by_its_successor) {
   Metrics first(path());
   Metrics second(path(), Metrics::Start::anew, /*writes=*/false);

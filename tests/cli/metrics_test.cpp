@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <numeric>
 #include <sstream>
 
 #include "tests/cli/shoal_program.h"
@@ -25,8 +28,15 @@ TEST(Metrics, every_step_and_evaluation_is_a_line) {
   const TempFolder folder;
   std::ofstream(folder.file("text.txt")) << std::string(6000, 'a') + std::string(6000, 'b');
   const auto report = train({"--data", "text:" + folder.file("text.txt"), "--model", "gpt", "--steps", "12", "--ranks",
-                             "2", "--batch", "2", "--eval", "--metrics", folder.file("metrics.jsonl")});
+                             "2", "--batch", "2", "--eval", "--metrics", folder.file("metrics.jsonl"), "--save",
+                             folder.file("run"), "--save-every", "1"});
   ASSERT_FALSE(report.is_null());
+  const auto& communication = report["communication"];
+  const auto sent = communication["step_bytes"].get<std::vector<int64_t>>();
+  EXPECT_EQ(std::llround(12 * communication["bytes_per_step"].get<double>()),
+            std::accumulate(sent.begin(), sent.end(), int64_t{0}))
+      << "without evaluations and saves";
+  EXPECT_EQ(communication["wire_bytes_per_step"], 0) << "over shared memory, though saves ask the store";
   const auto lines = lines_of(folder.file("metrics.jsonl"));
   ASSERT_EQ(lines.size(), 13U) << "12 steps and the evaluation at the end";
   double seconds = 0;
@@ -182,12 +192,13 @@ TEST(Metrics, become_an_event_file_for_tensor_board) {
       << "torn {\n[1]\n\n"
       << R"({"step":300,"seconds":1.5,"loss":-0.125,"nested":{"a":1}})" << '\n'
       << R"({"step":300,"eval_loss":1e-30})" << '\n'
+      << R"({"step":300,"seconds":null,"loss":null,"a":"NaN","b":-Infinity,"c":1e300})" << '\n'
       << R"({"step":301,"loss":)";  // being written
   const std::vector<std::string> line{PYTHON, SCRIPTS "/metrics_to_tensorboard.py", folder.file("metrics.jsonl"),
                                       folder.file("runs")};
   auto ended = run(line, 60);
   ASSERT_EQ(ended.code, 0) << ended.output;
-  EXPECT_THAT(ended.output, HasSubstr("4 scalars"));
+  EXPECT_THAT(ended.output, HasSubstr("8 scalars"));
   EXPECT_THAT(ended.output, HasSubstr("metrics.jsonl: line 2: not JSON; it and 1 more are left out"));
   std::stringstream bytes;
   int files = 0;
@@ -197,14 +208,17 @@ TEST(Metrics, become_an_event_file_for_tensor_board) {
     ++files;
   }
   EXPECT_EQ(files, 1);
-  const std::vector<Scalar> expected{
-      {0, "loss", 2.25F}, {0, "samples", 8}, {300, "loss", -0.125F}, {300, "eval_loss", 1e-30F}};
+  constexpr float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<Scalar> expected{{0, "loss", 2.25F},         {0, "samples", 8},   {300, "loss", -0.125F},
+                                     {300, "eval_loss", 1e-30F}, {300, "loss", nan},  {300, "a", nan},
+                                     {300, "b", -infinity},      {300, "c", infinity}};
   const auto scalars = read_events(bytes.str());
   ASSERT_EQ(scalars.size(), expected.size());
   for (size_t i = 0; i < scalars.size(); ++i) {
     EXPECT_EQ(scalars[i].step, expected[i].step);
     EXPECT_EQ(scalars[i].tag, expected[i].tag);
-    EXPECT_EQ(scalars[i].value, expected[i].value);
+    EXPECT_TRUE(scalars[i].value == expected[i].value || std::isnan(scalars[i].value)) << scalars[i].tag;
+    EXPECT_EQ(std::isnan(scalars[i].value), std::isnan(expected[i].value)) << scalars[i].tag;
   }
 
   ended = run(line, 60);

@@ -174,6 +174,9 @@ TEST(Start, numbers_that_do_not_fit_are_refused_by_name) {
   }
   expect_refused(reference({"--seed", "-1"}), "--seed -1: give a whole number from 0 to 18446744073709551615");
   expect_refused(reference({"--lr", "nan"}), "--lr nan");
+  expect_refused(reference({"--lr", "inf"}), "--lr inf: give a number above 0");
+  expect_refused(reference({"--elastic", "1", "--silent-host-seconds", "inf"}),
+                 "--silent-host-seconds inf: give 0.5 or more, below 1e6");
   expect_refused({"topology", "random", "--ranks", "4", "--seed", "-1"}, "--seed -1");
   expect_refused(reference({"--threads", "100000"}), "--threads 100000: give at most 1024");
   expect_refused(reference({"--batch", "100000000000"}), "--batch 100000000000: give at most 1000000");
@@ -309,6 +312,31 @@ TEST(Start, standard_streams_that_are_closed_or_full_lose_nothing_in_silence) {
   EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_TRUE(std::filesystem::exists(folder.file("run/step-2/index.json")));
   EXPECT_EQ(run({"sh", "-c", std::string(SHOAL) + " train --no 2> /dev/full"}, 60).code, 2);
+}
+
+// As `shoal launch` tells its ranks to stop, of `| head` and of a collector of logs that has crashed.
+TEST(Start, training_whose_output_nobody_reads_any_more_saves_and_stops) {
+  const TempFolder folder;
+  std::ofstream(folder.file("text.txt")) << std::string(6000, 'a') + std::string(6000, 'b');
+  const auto unread = [&](const std::string& options) {
+    return run({"sh", "-c", "{ " + std::string(SHOAL) + " train --ranks 2 " + options + "; echo code $? >&2; } | true"},
+               60);
+  };
+  for (const std::string more : {"", " --elastic 1"}) {
+    const auto save = folder.file("run" + std::to_string(more.size()));
+    const auto ended =
+        unread("--model gpt --eval --epochs 50 --data text:" + folder.file("text.txt") + " --save " + save + more);
+    EXPECT_NE(ended.output.find("shoal: nobody reads the output any more: training stops\n"), std::string::npos)
+        << ended.output;
+    EXPECT_NE(ended.output.find("interrupted; checkpoint in " + save + "/step-"), std::string::npos) << ended.output;
+    EXPECT_TRUE(ended.output.ends_with("\ncode 1\n")) << ended.output;
+    EXPECT_TRUE(std::filesystem::exists(save + "/latest"));
+  }
+  const auto ended = unread("--data reference --model mlp --steps 2 --json " + folder.file("report"));
+  EXPECT_NE(ended.output.find("error: cannot write to standard output: Broken pipe\n"), std::string::npos)
+      << ended.output;
+  EXPECT_TRUE(ended.output.ends_with("\ncode 1\n")) << ended.output;
+  EXPECT_EQ(read(folder.file("report"))["loss"].size(), 2U);
 }
 
 // The limit applies to the shell and everything that it starts.

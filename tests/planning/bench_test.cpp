@@ -5,9 +5,14 @@
 #include <gmock/gmock.h>
 #include <torch/optim/adamw.h>
 
+#include <chrono>
+#include <memory>
 #include <sstream>
+#include <thread>
 
+#include "planning/measured_step.h"
 #include "shoal/optim.h"
+#include "shoal/training.h"
 #include "tests/planning/own_module.h"
 #include "tests/support/refusal.h"
 #include "tests/support/world.h"
@@ -53,6 +58,27 @@ TEST(BenchStrategies, SCA03_BEY20_ones_own_model_is_measured_beside_compute_alon
   EXPECT_THAT(shown.str(), HasSubstr("\nshoal     fsdp "));
   // The same on all ranks.
   agree(group(), "the table", {shown.str()});
+}
+
+// With ranks that own a part each, the optimizer's step ends with the parts of the others.
+TEST(BenchStrategies, the_wait_for_a_late_rank_is_no_update) {
+  if (group().transport() != "tcp" || group().size() == 1) GTEST_SKIP() << "shared memory is waited for in other ways";
+  const auto model = std::make_shared<OwnModule>();
+  const auto training = make_training("zero1", model, optimizer_recipe<FusedAdamW>(1e-3), group());
+  constexpr int late_ms = 200;
+  double wait = 0, update = 0;
+  for (int number = 0; number < 2; ++number) {
+    auto step = measured_gradients(*training, number, 1, [&](int) { return own_loss(*model, group().rank()); });
+    const double before = step.wait_ms;
+    if (group().rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(late_ms));
+    measured_update(*training, number, /*gradients=*/false, step);
+    wait = step.wait_ms - before;
+    update = step.update_ms;
+    EXPECT_GT(step.calls, 0);
+  }
+  if (group().rank() == 1) return;
+  EXPECT_GT(wait, 0.7 * late_ms);
+  EXPECT_LT(update, 0.7 * late_ms);
 }
 
 TEST(BenchStrategies, SCA03_each_strategy_takes_its_own_options) {

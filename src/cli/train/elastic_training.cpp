@@ -127,10 +127,13 @@ void Trainer::tell_changes(Loop& loop, TrainResult& result) {
 bool Trainer::agree_on_stage(Loop& loop) {
   bool stops = false;
   elastic_->together([&] {
-    const auto standing = at::tensor({-static_cast<int64_t>(loop.stage), static_cast<int64_t>(interrupted)}, at::kLong);
+    const auto standing = at::tensor(
+        {-static_cast<int64_t>(loop.stage), static_cast<int64_t>(interrupted), static_cast<int64_t>(unread_)},
+        at::kLong);
     group_.all_reduce(standing, ReduceOp::max, {loop.number, -1, "where ranks stand"}).wait();
     loop.stage = static_cast<Stage>(-standing[0].item<int64_t>());
-    stops = standing[1].item<int64_t>() != 0;
+    unread_ = standing[2].item<int64_t>() != 0;
+    stops = unread_ || standing[1].item<int64_t>() != 0;
   });
   return stops;
 }
@@ -157,7 +160,7 @@ void Trainer::run_stage(Loop& loop, TrainResult& result) {
   }
   if (loop.stage == Stage::evaluation) {
     Evaluation evaluation;
-    if (!attempt([&] { evaluation = evaluated(group_, result); })) return;
+    if (!attempt([&] { beside_steps(group_, [&] { evaluation = evaluated(group_, result); }); })) return;
     if (std::exchange(loop.evaluated, elastic_->steps()) == elastic_->steps()) result.eval.pop_back();  // repeated
     tell_evaluation(loop, evaluation, result);
     const bool saves = is_due(loop.number) && loop.number < total_steps();
@@ -166,7 +169,7 @@ void Trainer::run_stage(Loop& loop, TrainResult& result) {
   }
   loop.progress.clear();
   bool done = true;
-  tolerate([&] { done = attempt([&] { save(loop.number, /*in_background=*/true); }); });
+  tolerate([&] { done = attempt([&] { beside_steps(group_, [&] { save(loop.number, /*in_background=*/true); }); }); });
   if (done) loop.stage = Stage::step;
 }
 
@@ -176,6 +179,7 @@ void Trainer::train_elastic(Loop& loop, TrainResult& result) {
     tell_changes(loop, result);
     if (loop.stage == Stage::step && loop.number >= total_steps()) return;
     result.stopped = stops && loop.stage == Stage::step;
+    result.unread = result.stopped && unread_;
     if (!result.stopped) run_stage(loop, result);
   }
 }
@@ -194,16 +198,16 @@ void Trainer::begin_epoch(Loop& loop) {
 
 std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result) {
   TrainedStep step;
-  int64_t sent = 0;  // until the end of the update, which an exchange may follow
+  GroupStatistics sent;  // until the end of the update, which an exchange may follow
   const auto update = [&] {
     measured_update(*strategy_, number, /*gradients=*/result.loss.empty(), step.measured);
-    sent = strategy_->statistics().bytes;
+    sent = strategy_->statistics();
   };
   const TimedScope whole(timeline_of(group_), "step", number);
   const bool complete =
       options_.keep_global_batch ? step_of_shares(number, step, update) : step_of_micros(number, step, update);
   if (!complete) return std::nullopt;
-  step.measured.bytes += strategy_->statistics().bytes - sent;
+  step.measured.add(strategy_->statistics() - sent);
   result.add(step);
   return step.measured.loss;
 }
@@ -244,6 +248,7 @@ bool Trainer::step_of_shares(int64_t number, TrainedStep& step, const std::funct
     });
     measured.loss += share.loss * static_cast<double>(end - begin) / static_cast<double>(step.samples);
     measured.wait_ms += share.wait_ms;
+    measured.calls += share.calls;
     measured.bytes += share.bytes;
   };
   return elastic_->step(

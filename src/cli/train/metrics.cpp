@@ -62,8 +62,8 @@ Metrics::Metrics(const std::string& path, Start start, bool writes) : path_(path
   if (path_.empty()) return;
   if (start == Start::behind) begin_ = end_of(path_, 0).second;
   if (!writes_) return;
-  if (start == Start::behind) cut(path_, begin_);
-  file_.open(path_, start == Start::anew ? std::ios::trunc : std::ios::app);
+  cut(path_, begin_);
+  file_.open(path_, std::ios::app);  // at its end, also if another program empties the file meanwhile
   if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}", path_));
 }
 

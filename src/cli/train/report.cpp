@@ -234,15 +234,15 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   }
   report["timing"] = timing(steps_of_ranks.most(result.step_ms));
   report["timing"]["samples_per_second"] =
-      rounded((options.elastic ? static_cast<double>(result.all_samples) : sums[1]) / seconds, 0.1);
+      rounded((options.elastic ? static_cast<double>(result.all_samples) : sums[1]) / seconds, 1e-3);
   const auto wait = steady_part(result.wait_ms).median();
   const auto update = steady_part(result.update_ms).median();
   report["timing"]["exposed_comm_ms"] = rounded(wait, 1e-3);
   report["timing"]["update_ms"] = rounded(update, 1e-3);
   report["timing"]["compute_ms"] = rounded(steady_part(result.step_ms).median() - wait - update, 1e-3);
   const auto steps = static_cast<double>(std::max<size_t>(1, result.step_ms.size()));
-  report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
-                             {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
+  report["communication"] = {{"collectives_per_step", static_cast<double>(result.calls) / steps},
+                             {"bytes_per_step", std::accumulate(result.sent.begin(), result.sent.end(), 0.0) / steps},
                              {"wire_bytes_per_step", sums[0] / steps},
                              {"step_bytes", result.sent}};
   report["counters_per_step"] = counters_of_ranks(group, result.counted);

@@ -28,6 +28,7 @@
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/shm/host_memory.h"
 #include "launch/limits.h"
+#include "launch/rank_variables.h"
 #include "models/registry.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
@@ -37,8 +38,19 @@ namespace {
 
 // 0: OMP_NUM_THREADS decides, which torchrun and users set.
 int threads_per_rank(const TrainOptions& options, int ranks) {
-  if (options.threads > 0 || process_environment()("OMP_NUM_THREADS")) return options.threads;
+  if (options.threads > 0 || has_openmp_threads(process_environment())) return options.threads;
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, ranks));
+}
+
+// Threads that wait for each other's cores make steps slower by far.
+void tell_too_many_threads(int ranks) {
+  const int threads = at::get_num_threads();
+  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  if (threads == 1 || cores == 0 || threads * int64_t{ranks} <= cores) return;
+  print_to_stderr(
+      "shoal: {} rank(s) of {} threads on {} cores, which makes steps slow: give --threads {}, or set "
+      "OMP_NUM_THREADS\n",
+      ranks, threads, cores, std::max(1, cores / ranks));
 }
 
 constexpr size_t last_spans = 20'000;  // a second's writing
@@ -85,6 +97,11 @@ void stop_at_the_end_of_the_step() {
   if (!nohup) sigaction(SIGHUP, &action, nullptr);
 }
 
+// Writes to a pipe that nobody reads are errors, and end no rank before it has saved. False: they were ignored already.
+bool ignore_sigpipe() {
+  return std::signal(SIGPIPE, SIG_IGN) != SIG_IGN;
+}
+
 // Saves the model alone, for other programs; rank 0 has all of it.
 std::string save_model(const TrainOptions& options, const models::Model& model) {
   std::error_code error;
@@ -94,32 +111,38 @@ std::string save_model(const TrainOptions& options, const models::Model& model) 
   return path;
 }
 
-void summarise(const nlohmann::ordered_json& report, const TrainResult& result, const TrainOptions& options,
-               const World& world, const std::string& model) {
-  fmt::print("\n{} {} on {} rank(s), {}, {}: {} steps in {:.1f} s\n", options.model, options.size, world.size(),
-             options.strategy, world.group().transport(), result.loss.size(), result.seconds);
+std::string summary(const nlohmann::ordered_json& report, const TrainResult& result, const TrainOptions& options,
+                    const World& world, const std::string& model) {
+  const auto& timing = report["timing"];
+  auto text =
+      fmt::format("\n{} {} on {} rank(s), {}, {}: {} steps in {:.1f} s\n", options.model, options.size, world.size(),
+                  options.strategy, world.group().transport(), result.loss.size(), result.seconds);
   if (!result.eval.empty()) {
     const auto& last = result.eval.back();
     if (options.model == "gpt") {
-      fmt::print("  test perplexity     {:.3f} ({} bytes)\n", std::exp(last.loss), last.count);
+      text += fmt::format("  test perplexity     {:.3f} ({} bytes)\n", std::exp(last.loss), last.count);
     } else {
-      fmt::print("  test accuracy       {:.2f} % ({} images)\n", 100 * last.accuracy, last.count);
+      text += fmt::format("  test accuracy       {:.2f} % ({} images)\n", 100 * last.accuracy, last.count);
     }
   }
-  fmt::print("  last loss           {:.4f}\n", report["loss"].back().get<double>());
-  fmt::print("  samples per second  {:.0f}\n", report["timing"]["samples_per_second"].get<double>());
-  fmt::print("  step, median        {:.3f} ms\n", report["timing"]["median_ms"].get<double>());
+  text += fmt::format("  last loss           {:.4f}\n", report["loss"].back().get<double>());
+  const auto rate = timing["samples_per_second"].get<double>();
+  text += rate < 10 ? fmt::format("  samples per second  {:.3g}\n", rate)
+                    : fmt::format("  samples per second  {:.0f}\n", rate);
+  text += fmt::format("  step, median        {:.3f} ms\n", timing["median_ms"].get<double>());
   const auto& communication = report["communication"];
-  fmt::print("  communication       {:.0f} bytes in {:.1f} collectives per step and rank",
-             communication["bytes_per_step"].get<double>(), communication["collectives_per_step"].get<double>());
+  text +=
+      fmt::format("  communication       {:.0f} bytes in {:.1f} collectives per step and rank",
+                  communication["bytes_per_step"].get<double>(), communication["collectives_per_step"].get<double>());
   if (const auto bytes = communication["wire_bytes_per_step"].get<double>(); bytes >= 1) {
-    fmt::print("; {:.0f} over TCP, all ranks", bytes);
+    text += fmt::format("; {:.0f} over TCP, all ranks", bytes);
   }
-  fmt::print("\n");
-  fmt::print("  peak memory         {:.0f} MiB per rank\n",
-             fmt::join(report["memory"]["rss_peak_mib"].get<std::vector<double>>(), ", "));
-  if (!result.checkpoint.empty()) fmt::print("  checkpoint          {}\n", result.checkpoint);
-  if (!model.empty()) fmt::print("  model               {}\n", model);
+  text += fmt::format("\n  peak memory         {:.0f} MiB per rank\n",
+                      fmt::join(report["memory"]["rss_peak_mib"].get<std::vector<double>>(), ", "));
+  if (!result.checkpoint.empty()) text += fmt::format("  checkpoint          {}\n", result.checkpoint);
+  if (!model.empty()) text += fmt::format("  model               {}\n", model);
+  if (options.logging_data && result.logging) text += fmt::format("\n{}", to_table(*result.logging));
+  return text;
 }
 
 // Of a rank that is interrupted or fails: what it did last may show why. To write all that days have left would take longer
@@ -146,7 +169,9 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
     throw UsageError("shoal train cannot join a running job (SHOAL_JOIN) without --elastic MIN, which its ranks have");
   }
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
+  if (world.rank() == 0) tell_too_many_threads(world.local_size());
   stop_at_the_end_of_the_step();
+  const bool heeds_readers = ignore_sigpipe();
   const auto device = use_device(options.device, world.local_rank());
   const auto read = datasets != nullptr ? *datasets : read_datasets(options);
   const auto feed = on_device(make_feed(options, world.rank(), world.size(), read), device);
@@ -160,13 +185,14 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   model->to(device);
   reset_peak();
 
+  int code = interrupted_code;
   const auto leave_interrupted = [&](bool says, const std::string& what, const std::string& path) -> int {
     keep_trace(options, world_options, world.rank(), clock);
     if (says) print_to_stderr("interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
-    end_process(interrupted_code);  // peers may have stopped one step earlier or later
+    end_process(code);  // peers may have stopped one step earlier or later
   };
   try {
-    Trainer trainer(options, world, model, *feed);
+    Trainer trainer(options, world, model, *feed, heeds_readers);
     const auto result = trainer.run();
     if (result.done_before) {
       // The run that ended there may not have come to write the model.
@@ -196,6 +222,8 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
         }
       });
     }
+    // One rank is enough, unless a job is well if any rank ends well.
+    if (result.unread) code = leads || options.chosen().pace == Pace::own ? failed : 0;
     if (result.stopped && !result.kept_latest.empty()) {
       return leave_interrupted(
           leads, "checkpoint",
@@ -206,11 +234,8 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
     }
     if (result.stopped && !result.checkpoint.empty()) return leave_interrupted(leads, "checkpoint", result.checkpoint);
     if (result.stopped) return leave_interrupted(leads, "model", file);
-    // Starts with output that cannot fail: a path that was writable at the start may be gone.
-    if (leads && options.json != "-") summarise(report, result, options, world, file);
-    if (leads && options.logging_data && result.logging && options.json != "-")
-      fmt::print("\n{}", to_table(*result.logging));
-    std::fflush(stdout);
+    // Before files, whose path may be gone; that nobody reads it is told at the end.
+    if (leads && options.json != "-") write_to_stdout(summary(report, result, options, world, file));
     if (leads && !options.json.empty()) write_json(options.json, report);
     if (!options.trace.empty()) {
       write_trace(options.trace, *world_options.timeline, world.rank(), clock);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <set>
 
 #include "base/limits.h"
@@ -126,8 +127,9 @@ void check_elastic(const TrainOptions& options) {
   }
   if (options.silent_host_seconds) {
     if (!options.elastic) throw UsageError("--silent-host-seconds: give --elastic, so that the other hosts can go on");
-    if (!(*options.silent_host_seconds >= 0.5)) {
-      throw UsageError(fmt::format("--silent-host-seconds {}: give at least 0.5", *options.silent_host_seconds));
+    if (!(*options.silent_host_seconds >= 0.5 && *options.silent_host_seconds < 1e6)) {
+      throw UsageError(
+          fmt::format("--silent-host-seconds {}: give 0.5 or more, below 1e6", *options.silent_host_seconds));
     }
   }
   if (!options.elastic) return;
@@ -212,7 +214,7 @@ void TrainOptions::complete() {
   if (steps) require_at_least<int64_t>("--steps", *steps, 1);
   if (epochs) require_at_least("--epochs", *epochs, 1);
   if (steps && epochs) throw UsageError("--steps and --epochs exclude each other: give one of them");
-  if (lr && !(*lr > 0)) throw UsageError(fmt::format("--lr {}: give more than 0", *lr));
+  if (lr && !(*lr > 0 && std::isfinite(*lr))) throw UsageError(fmt::format("--lr {}: give a number above 0", *lr));
   complete_saving(*this);
   const bool known = data == "fashion-mnist" || data.rfind("fashion-mnist:", 0) == 0 || reference_data() || text_data();
   if (!known)

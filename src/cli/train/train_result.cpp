@@ -8,6 +8,7 @@ void TrainResult::add(const TrainedStep& step) {
   wait_ms.push_back(measured.wait_ms);
   update_ms.push_back(measured.update_ms);
   sent.push_back(measured.bytes);
+  calls += measured.calls;
   samples += step.samples;
   all_samples += step.all_samples;
 }

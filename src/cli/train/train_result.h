@@ -11,7 +11,6 @@
 #include "cli/train/counters.h"
 #include "cli/train/evaluate.h"
 #include "planning/measured_step.h"
-#include "shoal/group.h"
 #include "shoal/telemetry.h"
 
 namespace shoal::cli {
@@ -27,14 +26,14 @@ struct TrainResult {
   std::vector<double> lr;         // of the first param group, per step
   std::vector<double> step_ms;    // of this rank
   std::vector<double> wait_ms;    // part of step_ms spent waiting for communication
-  std::vector<double> update_ms;  // part of step_ms spent in the optimizer's step
+  std::vector<double> update_ms;  // part of step_ms spent in the optimizer's step, without waits
   std::vector<int64_t> sent;      // bytes of this rank's collectives, per step
   std::vector<Counters> counted;  // of this rank, per step
-  GroupStatistics communication;  // of the whole training
+  int64_t calls = 0;              // of this rank's collectives, in all steps
   double params_mib = 0;          // memory of this rank by kind, at the end of a step
   double grads_mib = 0;
   double state_mib = 0;
-  int64_t wire_bytes = 0;                               // that this rank has received over TCP
+  int64_t wire_bytes = 0;                               // that this rank has received over TCP in the steps
   std::vector<Evaluation> eval;                         // per epoch
   std::vector<std::pair<std::string, double>> figures;  // see exchange_figures
   std::optional<LoggingData> logging;                   // of the wrapper, if there is one
@@ -42,7 +41,8 @@ struct TrainResult {
   int64_t samples = 0;                                  // trained by this rank
   int64_t all_samples = 0;                              // of all ranks that were there
   int64_t missed = 0;                                   // steps of the job before this rank came
-  bool stopped = false;                                 // after an interrupt
+  bool stopped = false;                                 // after an interrupt, or because nobody reads the output
+  bool unread = false;                                  // stopped because nobody reads the output
   std::vector<nlohmann::ordered_json> replans;          // as in the metrics
   std::vector<nlohmann::ordered_json> changes;          // of the ranks, as in the metrics
   std::string checkpoint;                               // saved at the end; empty: none

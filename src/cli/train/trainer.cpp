@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 
 #include "base/print_to_stderr.h"
 #include "base/printable.h"
+#include "cli/exit_code.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
 #include "cli/train/earlier_run.h"
@@ -66,7 +68,8 @@ std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
-Trainer::Trainer(const TrainOptions& options, const World& world, std::shared_ptr<models::Model> model, Feed& feed)
+Trainer::Trainer(const TrainOptions& options, const World& world, std::shared_ptr<models::Model> model, Feed& feed,
+                 bool heeds_readers)
     : options_(options.under(options.strategy)),
       all_options_(options),
       course_(options.course()),
@@ -74,6 +77,7 @@ Trainer::Trainer(const TrainOptions& options, const World& world, std::shared_pt
       group_(world.group()),
       model_(std::move(model)),
       feed_(feed),
+      heeds_readers_(heeds_readers),
       strategy_(
           make_training(options.strategy, model_, recipe_of(options_), group_, with_schedule(options_, total_steps()))),
       meeting_(std::in_place, *strategy_, group_),
@@ -107,14 +111,13 @@ std::optional<nlohmann::ordered_json> Trainer::replan(int64_t number) {
     if (step <= number) due = name;
   }
   if (due == options_.strategy) return std::nullopt;
+  wire_ += std::max<int64_t>(0, bytes_over_tcp() - wire_before_);
   if (training_) training_->wait();
   training_.reset();
   meeting_.reset();
   const auto before = options_.strategy;
-  const auto counted = communication();
   options_ = all_options_.under(due);
   const auto done = strategy_.replan(due, with_schedule(options_, total_steps()), recipe_of(options_));
-  ended_ = counted - strategy_->statistics();  // the replan is not a part of any step
   if (schedule_) schedule_ = schedule_->on(strategy_->optimizer());
   meeting_.emplace(*strategy_, group_);
   make_state();
@@ -292,13 +295,15 @@ void Trainer::tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainRes
   const auto last = loop.number - 1;
   if (leads() && options_.json != "-") {
     const auto per_epoch = feed_.steps_per_epoch();
-    fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", (per_epoch ? last / *per_epoch : 0) + 1,
-               evaluation.loss, 100 * evaluation.accuracy);
+    auto line = fmt::format("epoch {}: test loss {:.4f}, accuracy {:.2f} %", (per_epoch ? last / *per_epoch : 0) + 1,
+                            evaluation.loss, 100 * evaluation.accuracy);
     for (const auto& [name, value] : result.figures) {
-      if (name == "consensus_distance") fmt::print(", consensus distance {:.3g}", value);
+      if (name == "consensus_distance") line += fmt::format(", consensus distance {:.3g}", value);
     }
-    fmt::print("\n");
-    std::fflush(stdout);
+    if (!write_to_stdout(line + "\n") && errno == EPIPE && heeds_readers_) {
+      unread_ = true;
+      if (loop.number < total_steps()) print_to_stderr("shoal: nobody reads the output any more: training stops\n");
+    }
   }
   take_over(loop);
   nlohmann::ordered_json line{{"step", last},
@@ -307,6 +312,16 @@ void Trainer::tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainRes
                               {"eval_count", evaluation.count}};
   for (const auto& [name, value] : result.figures) line[name] = value;
   loop.metrics.write(line);
+}
+
+// As a launcher tells all ranks to stop whose output nobody reads any more.
+bool Trainer::is_unread() {
+  meeting_->together([&](const Group& present) {
+    const auto anywhere = at::full({1}, unread_ ? 1 : 0, at::kInt);
+    present.all_reduce(anywhere, ReduceOp::max, {-1, -1, "whether the output is read"}).wait();
+    unread_ = anywhere.item<int>() != 0;
+  });
+  return unread_;
 }
 
 bool Trainer::evaluates(int64_t steps) const {
@@ -322,8 +337,14 @@ void Trainer::take_over(Loop& loop) {
   loop.progress.enable(loop.reports);
 }
 
-GroupStatistics Trainer::communication() const {
-  return ended_ + strategy_->statistics();
+// No rank sends what belongs to the work, or to the step after it, before all have counted what came until then.
+void Trainer::beside_steps(const Group& present, const std::function<void()>& work) {
+  const Label between{-1, -1, "between steps"};
+  wire_ += std::max<int64_t>(0, bytes_over_tcp() - wire_before_);
+  present.barrier(between).wait();
+  work();
+  wire_before_ = bytes_over_tcp();
+  present.barrier(between).wait();
 }
 
 nlohmann::ordered_json Trainer::metrics_of(const Loop& loop, const TrainResult& result) const {
@@ -388,6 +409,7 @@ void Trainer::train(Loop& loop, TrainResult& result) {
       break;
     }
     if (const auto line = replan(number)) {
+      wire_before_ = bytes_over_tcp();
       result.replans.push_back(*line);
       loop.under_strategy = 0;
       loop.progress.clear();
@@ -405,12 +427,18 @@ void Trainer::train(Loop& loop, TrainResult& result) {
     if (outcome == Meeting::Outcome::go_on || result.stopped) continue;
     if (evaluates(loop.number)) {
       Evaluation evaluation;
-      meeting_->together([&](const Group& present) { evaluation = evaluated(present, result); });
+      meeting_->together(
+          [&](const Group& present) { beside_steps(present, [&] { evaluation = evaluated(present, result); }); });
       tell_evaluation(loop, evaluation, result);
+      result.unread = is_unread() && !ends;
+      result.stopped = result.unread;
     }
-    if (!saves) continue;
+    if (!saves || result.stopped) continue;
     loop.progress.clear();
-    tolerate([&] { meeting_->together([&](const Group&) { save(loop.number, /*in_background=*/true); }); });
+    tolerate([&] {
+      meeting_->together(
+          [&](const Group& present) { beside_steps(present, [&] { save(loop.number, /*in_background=*/true); }); });
+    });
   }
 }
 
@@ -437,8 +465,6 @@ TrainResult Trainer::run() {
   // The rest of a resumed epoch stays, also if a rank ends before the first step.
   if (options_.elastic && per_epoch > 0 && !joins) feed_.prepare_epoch(first / per_epoch, first % per_epoch);
   make_elastic();
-  const auto before = communication();
-  const auto wire = bytes_over_tcp();
   const auto samples = static_cast<double>(options_.batch * options_.accumulate * group_.size());
   Loop loop{
       .first = first,
@@ -448,7 +474,9 @@ TrainResult Trainer::run() {
       .progress = ProgressBar(total_steps() - first, {.enabled = reports, .unit = "samples", .unit_scale = samples}),
       .per_epoch = per_epoch};
   if (joins) join(loop, result);
+  wire_before_ = bytes_over_tcp();
   elastic_ ? train_elastic(loop, result) : train(loop, result);
+  result.wire_bytes = wire_ + std::max<int64_t>(0, bytes_over_tcp() - wire_before_);
   if (training_) {
     tolerate([&] {
       together([&](const Group&) {
@@ -461,8 +489,6 @@ TrainResult Trainer::run() {
   result.state_mib = state_mib(*strategy_, *model_);
   if (!result.stopped) together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
   result.logging = strategy_->logging_data();
-  result.communication = communication() - before;
-  result.wire_bytes = std::max<int64_t>(0, bytes_over_tcp() - wire);
   save_end(loop.number, result);
   if (const auto& fault = loop.metrics.fault(); loop.reports && !fault.empty()) {
     print_to_stderr("shoal: {}\n", fault);

@@ -28,7 +28,9 @@ extern volatile std::sig_atomic_t interrupted;
 
 class Trainer {
  public:
-  Trainer(const TrainOptions& options, const World& world, std::shared_ptr<models::Model> model, Feed& feed);
+  // heeds_readers: training stops if nobody reads what it prints after an evaluation.
+  Trainer(const TrainOptions& options, const World& world, std::shared_ptr<models::Model> model, Feed& feed,
+          bool heeds_readers);
 
   // Trains to the end or until interrupted, starting where --resume says; saves checkpoints when due. Collective.
   TrainResult run();
@@ -97,9 +99,12 @@ class Trainer {
   void keep_earlier_latest(int64_t steps, TrainResult& result) const;
   Evaluation evaluated(const Group& present, TrainResult& result);
   void tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainResult& result);
+  // Whether all ranks stop because nobody reads what they print after an evaluation. Collective.
+  bool is_unread();
   bool evaluates(int64_t steps) const;
+  // Runs what all ranks do between two steps. What it sends over TCP is not that of the steps.
+  void beside_steps(const Group& present, const std::function<void()>& work);
   void take_over(Loop& loop);
-  GroupStatistics communication() const;
 
   TrainOptions options_;  // under the present strategy
   TrainOptions all_options_;
@@ -108,6 +113,7 @@ class Trainer {
   Group group_;
   std::shared_ptr<models::Model> model_;
   Feed& feed_;
+  bool heeds_readers_;
   Training<models::Model> strategy_;
   std::optional<Meeting> meeting_;
   std::vector<double> base_rates_;  // of the optimizer's param groups, without the schedule
@@ -122,7 +128,9 @@ class Trainer {
   int started_ = 1;                        // ranks at the start of the job
   // For newcomers: next step, steps of an epoch, schedule_steps_, started_.
   at::Tensor position_ = at::zeros({4}, at::kLong);
-  GroupStatistics ended_{};  // communication under former strategies
+  int64_t wire_ = 0;         // bytes over TCP in the steps until the last work beside them
+  int64_t wire_before_ = 0;  // bytes over TCP at the end of that work
+  bool unread_ = false;      // nobody reads the output any more, which ends training
 };
 
 }  // namespace shoal::cli

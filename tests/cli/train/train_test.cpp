@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <csignal>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
@@ -41,6 +43,7 @@ TEST(Train, writes_a_report_of_the_reference_peers_shape) {
 // torchrun sets it to 1 for every rank; otherwise one rank per host would use all cores.
 TEST(Train, respects_the_threads_that_the_environment_asks_for) {
   const TempFolder folder;
+  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
   const auto threads_of = [&](const std::string& ranks, const std::string& variables,
                               const std::vector<std::string>& more) {
     const auto path = folder.file("report.json");
@@ -49,11 +52,16 @@ TEST(Train, respects_the_threads_that_the_environment_asks_for) {
     line.insert(line.end(), more.begin(), more.end());
     const auto ended = run_together({{line, variables_of(variables)}}, 100).front();
     EXPECT_EQ(ended.code, 0) << ended.output;
+    const auto told = ended.output.find(" cores, which makes steps slow: give --threads ") != std::string::npos;
+    const auto used = read(path)["config"]["threads"].get<int>();
+    EXPECT_EQ(told, used > 1 && used * std::stoi(ranks) > cores) << ended.output;
     return read(path)["config"]["threads"].get<int>();
   };
   EXPECT_EQ(threads_of("1", "OMP_NUM_THREADS=1", {}), 1);
   EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2", {}), 2);
   EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2", {"--threads", "1"}), 1);
+  EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=many", {}), std::max(1, cores / 2)) << "as if it was not set";
+  EXPECT_EQ(threads_of("1", "", {"--threads", std::to_string(cores + 1)}), cores + 1);
 }
 
 TEST(Train, ELA07_the_strategy_changes_between_two_steps) {
