@@ -360,8 +360,8 @@ void Job::print_verdict() {
   try {
     auto flights = read_flights({options_.flight_recorder});
     const auto began = std::chrono::nanoseconds(began_.time_since_epoch()).count();
-    const auto is_of_earlier_job = [&](const Flight& flight) {  // on other hosts, clocks may differ
-      return flight.state && !flight.records.empty() && flight.epoch_ns + flight.records.back().entered < began;
+    const auto is_of_earlier_job = [&](const Flight& flight) {  // other hosts have other clocks
+      return flight.state && !flight.records.empty() && flight.records.back().entered < began;
     };
     std::erase_if(flights, is_of_earlier_job);
     if (flights.empty()) throw UsageError(options_.flight_recorder + ": no rank of this job has a flight recorder yet");

@@ -63,7 +63,7 @@ class Job {
 
   const LaunchOptions& options_;
   const int first_ranks_;
-  const std::chrono::system_clock::time_point began_ = std::chrono::system_clock::now();
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
   const WithoutSigpipe without_sigpipe_;  // the reader of the output may end before the ranks do
   Signals signals_;
   Output output_;

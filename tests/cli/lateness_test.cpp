@@ -56,6 +56,23 @@ TEST(Lateness, is_the_mean_delay_behind_the_first_rank) {
   }
 }
 
+// The clock that people see may be set, or go on while the machine sleeps.
+TEST(Lateness, a_wait_is_that_of_the_steady_clock) {
+  const test::TempFolder folder;
+  FlightRecorder only(folder.path(), 0, 1);
+  only.join({this_process()});
+  only.add_group("world", {0});
+  only.enter(FlightRecord::collective, 0, call_of(3), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  auto flights = read_flights({folder.path()});
+  for (const int64_t hours : {-1, 1}) {
+    flights.front().epoch_ns += hours * 3'600'000'000'000;
+    const double waiting = rank_views(flights).front().waiting_s;
+    EXPECT_GE(waiting, 0.05) << hours;
+    EXPECT_LT(waiting, 60) << hours;
+  }
+}
+
 TEST(Lateness, is_not_known_of_a_rank_alone) {
   const test::TempFolder folder;
   FlightRecorder only(folder.path(), 0, 2);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstring>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <sstream>
 
@@ -63,6 +64,31 @@ TEST_F(FlightFiles, have_the_size_that_the_documents_say) {
 
 TEST_F(FlightFiles, a_file_that_is_given_twice_is_read_once) {
   EXPECT_EQ(read_flights({folder_.path(), path_, folder_.path()}).size(), 1U);
+}
+
+// The clock was set back after the earlier job, which had more ranks.
+TEST_F(FlightFiles, the_newest_job_of_a_host_is_that_by_its_steady_clock) {
+  auto bytes = good_;
+  const int64_t ahead = 86'400'000'000'000;
+  int64_t epoch = 0;
+  std::memcpy(&epoch, bytes.data() + offsetof(FlightHeader, epoch_ns), sizeof epoch);
+  epoch += ahead;
+  std::memcpy(bytes.data() + offsetof(FlightHeader, epoch_ns), &epoch, sizeof epoch);
+  const int64_t left = 1;
+  std::memcpy(bytes.data() + offsetof(FlightHeader, left), &left, sizeof left);
+  const int32_t rank = 1;
+  std::memcpy(bytes.data() + offsetof(FlightHeader, rank), &rank, sizeof rank);
+  std::ofstream(folder_.file("rank-1.flight"), std::ios::binary) << bytes;
+  std::optional<FlightRecorder> present(std::in_place, folder_.path(), 0, 1);
+  const int group = present->add_group("world", {0});
+  Call call;
+  call.op = Op::all_reduce;
+  call.inputs = {at::ones({4})};
+  present->join({this_process()});
+  present->enter(FlightRecord::collective, group, call, 0);
+  EXPECT_EQ(read_flights({folder_.path()}).front().size, 1) << "it runs";
+  present.reset();
+  EXPECT_EQ(read_flights({folder_.path()}).front().size, 1) << "it was the last one";
 }
 
 TEST_F(FlightFiles, what_cannot_be_is_refused) {

@@ -53,8 +53,7 @@ std::string state_in_words(const Flight& flight) {
 
 std::vector<RankView> rank_views(const std::vector<Flight>& flights) {
   using std::chrono::nanoseconds;
-  using std::chrono::system_clock;
-  const auto now = std::chrono::duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+  const auto now = std::chrono::duration_cast<nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
   const auto late = delays(Evidence(flights));
   std::vector<RankView> views;
   for (const auto& flight : flights) {
@@ -67,7 +66,8 @@ std::vector<RankView> rank_views(const std::vector<Flight>& flights) {
     if (last != flight.records.rend()) {
       view.operation = describe(*last);
       const bool open = last->finished == 0 && view.state == "running";
-      if (open) view.waiting_s = std::max(0.0, 1e-9 * static_cast<double>(now - flight.epoch_ns - last->entered));
+      // It runs on this host, whose steady clock its times are of; the other clock may have been set since.
+      if (open) view.waiting_s = std::max(0.0, 1e-9 * static_cast<double>(now - last->entered));
     }
     if (const auto found = late.find(flight.rank); found != late.end() && found->second.operations > 0) {
       view.late_ms = found->second.milliseconds / static_cast<double>(found->second.operations);

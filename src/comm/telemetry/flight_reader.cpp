@@ -108,6 +108,21 @@ std::vector<Flight::Record> records_of(const std::vector<char>& first, const std
   return list;
 }
 
+// Since its host started.
+int64_t last_time(const Flight& flight) {
+  return flight.records.empty() ? 0 : flight.records.back().entered;
+}
+
+// A job that runs is the newest one. Of one host the steady clock counts, because the other one may be set.
+bool is_older(const Flight& a, const Flight& b) {
+  const auto runs = [](const Flight& flight) {
+    return flight.left == 0 && flight.state && *flight.state != ProcessState::gone;
+  };
+  if (runs(a) != runs(b)) return runs(b);
+  const bool one_clock = a.host == b.host;
+  return last_time(a) + (one_clock ? 0 : a.epoch_ns) < last_time(b) + (one_clock ? 0 : b.epoch_ns);
+}
+
 }  // namespace
 
 Flight read_flight(const fs::path& file) {
@@ -159,10 +174,7 @@ std::vector<Flight> read_flights(const std::vector<fs::path>& places) {
     for (const auto& place : places) names.push_back(place.string());
     throw UsageError(fmt::format("no flight recorder's file (rank-N.flight) in {}", fmt::join(names, ", ")));
   }
-  const auto newest = std::max_element(flights.begin(), flights.end(), [](const Flight& a, const Flight& b) {
-                        return a.epoch_ns + (a.records.empty() ? 0 : a.records.back().entered) <
-                               b.epoch_ns + (b.records.empty() ? 0 : b.records.back().entered);
-                      })->job;
+  const auto newest = std::max_element(flights.begin(), flights.end(), is_older)->job;
   std::erase_if(flights, [&](const Flight& flight) { return flight.job != newest; });
   const auto order = [](const Flight& flight) {
     return std::tuple(flight.rank, flight.host, flight.process.pid, flight.process.start_time);
