@@ -37,17 +37,17 @@ def group_of(process_group: dist.ProcessGroup | Group | None = None) -> Group:
     """
     if isinstance(process_group, Group):
         return process_group
-    if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, int)):
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this rank is not a member of the process group")
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise UsageError(
             f"process_group is a {type(process_group).__name__}; give a process group of torch.distributed, or None for "
-            "the default one (shoal has no device_ids)"
+            "the default one (shoal has no device_ids, and options such as lr and every are given by name)"
         )
     if process_group is None:
         if not dist.is_initialized():
             raise UsageError('there is no process group: call torch.distributed.init_process_group("shoal") first')
         process_group = dist.group.WORLD
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("this rank is not a member of the process group")
     group = _group_or_none(process_group)
     if group is None:
         raise UsageError(

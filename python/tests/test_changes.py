@@ -24,6 +24,7 @@ from test_wrappers import STRATEGIES, group_over, losses_of
 def test_PY05_changes_of_the_module_and_copies_are_refused():
     def refuses(strategy, wrap):
         net = models.make("gpt")
+        net.register_buffer("seen", torch.zeros(1))
         model, optimizer = wrap(net)
         losses_of(model, optimizer, "gpt", steps=1)
         for copies in (copy.deepcopy, pickle.dumps):
@@ -35,6 +36,14 @@ def test_PY05_changes_of_the_module_and_copies_are_refused():
         with pytest.raises(shoal.UsageError, match="the module extra was added; construct the wrapper after"):
             losses_of(model, optimizer, "gpt", steps=1)
         del net.extra
+        net.register_buffer("extra", torch.ones(1))
+        with pytest.raises(shoal.UsageError, match="the buffer extra was added; register it in __init__, or in forward with pers"):
+            losses_of(model, optimizer, "gpt", steps=1)
+        del net.extra
+        net.seen = None
+        with pytest.raises(shoal.UsageError, match="the buffer seen was set to None; construct the wrapper after"):
+            losses_of(model, optimizer, "gpt", steps=1)
+        net.seen = torch.zeros(1)
         net.norm.weight = torch.nn.Parameter(torch.ones(16))
         with pytest.raises(shoal.UsageError, match="the parameter norm.weight was replaced by another object.*model.module"):
             losses_of(model, optimizer, "gpt", steps=1)
@@ -55,8 +64,12 @@ def test_PY05_wrong_arguments_are_one_sentence():
             shoal.optim.OSS(net.parameters(), torch.optim.LBFGS)
         with pytest.raises(TypeError, match="momentum"):
             shoal.optim.OSS(net.parameters(), torch.optim.AdamW, momentum=0.9)
-        with pytest.raises(shoal.UsageError, match="sparse gradients"):
-            shoal.nn.DistributedDataParallel(torch.nn.Embedding(3, 3, sparse=True))
+        for kind in (torch.nn.Embedding, torch.nn.EmbeddingBag):
+            with pytest.raises(shoal.UsageError, match="sparse gradients"):
+                shoal.nn.DistributedDataParallel(kind(3, 3, sparse=True))
+        graph = torch.nn.Linear(2, 2)
+        graph.sparse = True  # of its adjacency, as in programs for graphs
+        shoal.nn.DistributedDataParallel(graph)
         model = shoal.nn.DistributedDataParallel(net)
         with pytest.raises(shoal.UsageError, match="give the module in the DistributedDataParallel, model.module"):
             shoal.nn.DistributedDataParallel(model)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo  # which a rank's first optimizer would import
+import torch.distributed as dist
 
 import shoal
 from ranks import errors_on_ranks, on_ranks
@@ -179,11 +180,8 @@ def test_PY07_state_of_lists_is_refused_by_the_optimizers_name(tmp_path):
         net = TwoParts()
         model = shoal.nn.DistributedDataParallel(net)
         lists = torch.optim.LBFGS(net.parameters())
-        other = TwoParts()
-        local = shoal.optim.LocalUpdates(other, torch.optim.LBFGS(other.parameters()), every=2)
-        for parts in ((model, lists), (local,)):
-            with pytest.raises(shoal.UsageError, match=r"TrainingState: L-BFGS keeps lists.*save_module\(\)"):
-                shoal.checkpoint.TrainingState(*parts)
+        with pytest.raises(shoal.UsageError, match=r"TrainingState: L-BFGS keeps lists.*save_module\(\)"):
+            shoal.checkpoint.TrainingState(model, lists)
         optimizer = Remembers(net.parameters(), lr=0.1)
         training = shoal.checkpoint.TrainingState(model, optimizer)
         model(batch(0, rank)).sum().backward()
@@ -238,8 +236,39 @@ def test_PY06_a_grad_scaler_on_local_updates_is_refused():
     refused(run, "UsageError", "every rank must call step() equally often")
 
 
-def test_PY05_device_ids_in_place_of_a_process_group_are_named():
-    refused(lambda rank: shoal.nn.DistributedDataParallel(TwoParts(), [0]), "UsageError", "process_group is a list")
+def test_PY05_other_arguments_in_place_of_a_process_group_or_of_parameters_are_named():
+    def run(rank):
+        net = TwoParts()
+        model = shoal.nn.FullyShardedDataParallel(TwoParts())
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        for kind, act in {
+            "list": lambda: shoal.nn.DistributedDataParallel(net, [0]),
+            "int": lambda: shoal.nn.DistributedDataParallel(net, 0),
+            "int; .*options such as lr and every": lambda: shoal.optim.LocalUpdates(net, inner, 500),
+            "float": lambda: shoal.optim.OSS(net.parameters(), torch.optim.SGD, 0.1),
+        }.items():
+            with pytest.raises(shoal.UsageError, match=f"process_group is a {kind}"):
+                act()
+        with pytest.raises(shoal.UsageError, match="this rank is not a member"):
+            shoal.nn.DistributedDataParallel(net, dist.GroupMember.NON_GROUP_MEMBER)
+        with pytest.raises(shoal.UsageError, match="0.1 stands where the parameters go.*by name, lr=0.1"):
+            shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, 0.1)
+
+    on_ranks(run)
+
+
+def test_PY06_an_optimizer_that_needs_its_closure_is_refused_by_local_updates():
+    class Needs(torch.optim.SGD):
+        def step(self, closure):
+            return super().step(closure)
+
+    def run(rank):
+        for kind in (torch.optim.LBFGS, Needs):
+            net = TwoParts()
+            with pytest.raises(shoal.UsageError, match=rf"LocalUpdates: step\(\) of {kind.__name__} needs a closure"):
+                shoal.optim.LocalUpdates(net, kind(net.parameters(), lr=0.1), every=2)
+
+    on_ranks(run)
 
 
 def test_PY06_modules_on_the_meta_device_are_refused_in_words_of_python():

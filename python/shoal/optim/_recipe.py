@@ -50,6 +50,8 @@ def param_groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Param groups from what torch.optim takes: tensors, (name, tensor) pairs, or dictionaries."""
     if isinstance(params, torch.nn.Module):
         raise _C.UsageError("give the parameters of the module, module.parameters(), not the module")
+    if isinstance(params, (int, float)):
+        raise _C.UsageError(f"{params} stands where the parameters go: give the options of the optimizer by name, lr={params}")
     if isinstance(params, (set, frozenset)):
         raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
     given = list(params)

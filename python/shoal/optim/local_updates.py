@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,6 +37,12 @@ class OuterNesterov:
     momentum: float = 0.9
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """LBFGS does, and classes whose step() has no default for it."""
+    parameters = inspect.signature(optimizer.step).parameters
+    return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
+
+
 class LocalUpdates(torch.optim.Optimizer):
     """Local training with an exchange of parameters every many steps.
 
@@ -63,6 +70,11 @@ class LocalUpdates(torch.optim.Optimizer):
             raise _C.UsageError(f"LocalUpdates: outer is {outer!r}; give Averaging(), SlowMo() or OuterNesterov()")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise _C.UsageError("LocalUpdates: its second argument is an optimizer that holds the module's parameters")
+        if _needs_closure(optimizer):
+            raise _C.UsageError(
+                f"LocalUpdates: step() of {type(optimizer).__name__} needs a closure, which LocalUpdates does not hand on: give an "
+                "optimizer that updates by the gradients of one backward"
+            )
         self._inner = optimizer
         self._module = module
         super().__init__(optimizer.param_groups, optimizer.defaults)

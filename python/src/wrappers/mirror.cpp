@@ -12,6 +12,12 @@ namespace {
 
 constexpr const char* advice = "construct the wrapper after changing the module";
 
+// Other modules have a `sparse` of their own, such as those of graphs.
+bool is_embedding(const py::object& module) {
+  const auto nn = py::module_::import("torch.nn");
+  return py::isinstance(module, nn.attr("Embedding")) || py::isinstance(module, nn.attr("EmbeddingBag"));
+}
+
 at::Tensor checked(const py::handle& value, const std::string& name) {
   if (!THPVariable_Check(value.ptr())) {
     throw UsageError(fmt::format("{} is a {}, not a tensor", name, Py_TYPE(value.ptr())->tp_name));
@@ -47,8 +53,7 @@ void Mirror::add(const py::object& module, const std::string& name, const std::s
     walk.tables.push_back({share(dict), kind, name.empty() ? "" : name + "."});
     return dict.cast<py::dict>();
   };
-  if (py::hasattr(module, "sparse") && py::isinstance<py::bool_>(module.attr("sparse")) &&
-      module.attr("sparse").cast<bool>()) {
+  if (is_embedding(module) && py::bool_(module.attr("sparse"))) {
     throw UsageError(
         fmt::format("{} has sparse gradients, which shoal does not reduce from Python: make it with "
                     "sparse=False",
@@ -105,20 +110,21 @@ bool Mirror::Table::leaves_alone(const py::handle& key) const {
 
 void Mirror::refresh_table(Table& table) {
   auto* dict = table.dict->ptr();
-  const auto refuse = [&](const py::handle& key, const char* what) {
+  const bool buffer = std::string_view(table.kind) == "buffer";
+  const auto refuse = [&](const py::handle& key, const char* what, const char* instead = advice) {
     throw UsageError(
-        fmt::format("the {} {}{} was {}; {}", table.kind, table.owner, key.cast<std::string>(), what, advice));
+        fmt::format("the {} {}{} was {}; {}", table.kind, table.owner, key.cast<std::string>(), what, instead));
   };
   for (auto& slot : table.slots) {
     auto* now = PyDict_GetItemWithError(dict, slot.key->ptr());
     if (now == slot.value->ptr()) continue;
     if (table.leaves_alone(*slot.key) && !slot.tensor.defined()) continue;
     if (now == nullptr) refuse(*slot.key, "removed");
-    const bool buffer = std::string_view(table.kind) == "buffer";
     if (buffer && !slot.tensor.defined()) {
       refuse(*slot.key, "None when the module was wrapped, so that no rank synchronises or saves it");
     }
-    if (!buffer || now == Py_None) {
+    if (now == Py_None) refuse(*slot.key, "set to None");
+    if (!buffer) {
       refuse(*slot.key,
              "replaced by another object (for torch.func.functional_call(), give it the module, model.module)");
     }
@@ -128,7 +134,8 @@ void Mirror::refresh_table(Table& table) {
   if (PyDict_Size(dict) == static_cast<Py_ssize_t>(table.slots.size())) return;
   for (const auto& [key, value] : table.dict->cast<py::dict>()) {
     const auto known = [&key = key](const Slot& slot) { return slot.key->equal(key); };
-    if (!table.leaves_alone(key) && std::none_of(table.slots.begin(), table.slots.end(), known)) refuse(key, "added");
+    if (table.leaves_alone(key) || std::any_of(table.slots.begin(), table.slots.end(), known)) continue;
+    refuse(key, "added", buffer ? "register it in __init__, or in forward with persistent=False" : advice);
   }
 }
 
