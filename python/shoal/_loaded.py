@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,7 +32,7 @@ class _Hook:
         return _Hook(None, None)
 
     def __reduce__(self) -> Any:
-        return _Hook, (None, None)
+        return getattr, (contextlib.nullcontext(), "__exit__")  # does nothing, and needs no shoal where the module is read
 
 
 def _add_hooks(
@@ -50,7 +51,8 @@ def _add_hooks(
 def _remove_dead(hooks: dict[int, Any]) -> None:
     for key, value in list(hooks.items()):
         hook = getattr(value, "hook", value)  # PyTorch wraps those before a load
-        if isinstance(hook, _Hook) and not hook.lives():
+        read = isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)  # with a module, see __reduce__
+        if read or (isinstance(hook, _Hook) and not hook.lives()):
             del hooks[key]
 
 

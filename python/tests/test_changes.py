@@ -79,6 +79,24 @@ def test_PY05_wrong_arguments_are_one_sentence():
     on_ranks(refuses)
 
 
+def test_PY05_a_module_that_is_saved_as_a_whole_needs_no_shoal_where_it_is_read():
+    def pickles(rank):
+        for strategy, wrap in {**STRATEGIES, "local": lambda net, *_: local_updates(net, None)}.items():
+            net = models.make("lstm")
+            for _ in range(2):
+                kept = wrap(net, None, None)
+                data = pickle.dumps(net)
+                assert b"shoal" not in data, strategy
+                hooks = len(net._load_state_dict_pre_hooks)
+                del kept
+                gc.collect()
+                net = pickle.loads(data)
+                net.load_state_dict(models.make("lstm").state_dict())
+                assert len(net._load_state_dict_pre_hooks) <= hooks <= 2, (strategy, hooks)
+
+    on_ranks(pickles)
+
+
 class ClippingSGD(torch.optim.SGD):
     def step(self, closure=None):
         torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 0.05)
