@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container, Iterable
+from typing import Any
 
 import torch
 
@@ -46,6 +47,28 @@ def parameters_where(module: torch.nn.Module, named: Callable[[str], bool]) -> s
     return {id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False) if named(name)}
 
 
+def with_ignored_of_torch(
+    owner: str, module: torch.nn.Module, options: dict[str, Any], trained: Container[int] = (), option: str = "ignored"
+) -> dict[str, Any]:
+    """The options, with those parameters and buffers ignored that the program has PyTorch's DistributedDataParallel ignore, by an
+    attribute of the module. UsageError for one of `trained` (ids), the parameters of an optimizer of all ranks."""
+    named = {name.removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()}
+    if not named:
+        return options
+    given = list(options.get(option, ()))
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    elsewhere = {id(tensor) for name, tensor in tensors if name not in named}  # a tied one has to be named in full
+    names = [name for name, tensor in tensors if name in named and id(tensor) not in elsewhere and name not in given]
+    for name, tensor in tensors:
+        if name in names and id(tensor) in trained:
+            raise _C.UsageError(
+                f"{owner}: the module's _ddp_params_and_buffers_to_ignore, for PyTorch's DistributedDataParallel, has the parameter "
+                f"{name}, which the optimizer here would train as one of all ranks: use DistributedDataParallel, or delete the "
+                f"attribute, give {option}=[...] and an optimizer of your own for it"
+            )
+    return {**options, option: [*given, *names]} if names else options
+
+
 def refuse_torch_ddp(module: torch.nn.Module, wrapper: str, used: Iterable[torch.Tensor]) -> None:
     """UsageError if PyTorch's DistributedDataParallel is in it and has a parameter of those that the wrapper trains: both would
     reduce its gradient, and the wrapper has used it up by then."""
@@ -57,6 +80,20 @@ def refuse_torch_ddp(module: torch.nn.Module, wrapper: str, used: Iterable[torch
                 f"{wrapper}: {name or 'the module'} is PyTorch's DistributedDataParallel, which reduces gradients, too: give the "
                 "module in it, model.module"
             )
+
+
+def refuse_torch_ddp_around(model: Wrapped, ignored: Collection[int]) -> None:
+    """UsageError in a forward of PyTorch's DistributedDataParallel that reduces the gradients of this wrapper, too: it would take
+    for this rank's own what the wrapper has reduced."""
+    around = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if around is None or not torch.is_grad_enabled():
+        return
+    reduced = {id(parameter) for parameter in getattr(around, "_module_parameters", around.parameters())}
+    if any(id(one) in reduced and id(one) not in ignored for one in model.parameters() if one.requires_grad):
+        raise _C.UsageError(
+            f"{type(model).__name__}: PyTorch's DistributedDataParallel is around this model and would reduce its gradients a second "
+            "time: give the module to one of them alone (Accelerate: only the other objects to prepare())"
+        )
 
 
 def refuse_torch_fsdp(module: torch.nn.Module, what: str) -> None:

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 import models
+import shoal
 from loops import each_strategy
 from ranks import on_ranks
+from test_local_training import decentralized
 from test_wrappers import STRATEGIES, mean_loss
 
 MICROS, STEPS = 3, 4
@@ -158,5 +160,65 @@ def test_PY05_a_gan_with_two_optimizers(strategy):
         for step in range(4):
             found += [mean_loss(loss) for loss in gan_step(parts, step, rank)]
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-6, (found, expected)
+
+    on_ranks(trains)
+
+
+class WithOwn(torch.nn.Module):
+    """With a parameter and buffers of each rank."""
+
+    def __init__(self, rank, trains):
+        super().__init__()
+        torch.manual_seed(2)
+        self.body = torch.nn.Linear(3, 2)
+        self.own = torch.nn.Module()
+        self.own.scale = torch.nn.Parameter(torch.full((3,), 1.0 + rank), requires_grad=trains)
+        self.own.register_buffer("shift", torch.full((3,), float(rank)))
+        self.register_buffer("angles", torch.polar(torch.ones(3), torch.full((3,), 1.0 + rank)), persistent=False)
+
+    def forward(self, x):
+        return self.body(x * self.own.scale + self.own.shift) * self.angles.real.sum()
+
+
+@pytest.mark.parametrize("trains_own", [False, True])
+def test_PY02_what_pytorchs_ddp_is_told_to_ignore_stays_the_ranks_own(trains_own):
+    def trained(net):
+        return [one for one in net.parameters() if one.requires_grad]
+
+    def zero1(net, *_):
+        optimizer = shoal.optim.OSS(trained(net), torch.optim.SGD, lr=0.1)
+        return shoal.nn.DistributedDataParallel(net), optimizer
+
+    def zero2(net, *_):
+        optimizer = shoal.optim.OSS(trained(net), torch.optim.SGD, lr=0.1)
+        return shoal.nn.ShardedDataParallel(net, optimizer), optimizer
+
+    def local(net, *_):
+        return net, shoal.optim.LocalUpdates(net, torch.optim.SGD(net.parameters(), lr=0.1), every=2)
+
+    kinds = {**STRATEGIES, "zero1": zero1, "zero2": zero2, "local": local, "decentralized": lambda net, *_: decentralized(net, None)}
+
+    def trains(rank):
+        for kind, wrap in kinds.items():
+            if kind == "zero1" and trains_own:
+                continue  # OSS sends the owner's values, as PyTorch's ZeroRedundancyOptimizer does
+            net = WithOwn(rank, trains_own)
+            # The second as PyTorch's own recipe spells a name of the module itself, the last as in programs for several models.
+            net._ddp_params_and_buffers_to_ignore = {"own.scale", ".angles", "own.shift", "_orig_mod.freqs_cis"}
+            if trains_own and kind not in ("ddp", "local"):
+                with pytest.raises(shoal.UsageError, match=r"the parameter own.scale.*give ignored(_parameters)?=\[...\] and an optim"):
+                    wrap(net, None, None)
+                continue
+            model, optimizer = wrap(net, None, None)
+            for _ in range(2):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            expected = WithOwn(rank, trains_own)
+            assert torch.equal(net.own.shift, expected.own.shift) and torch.equal(net.angles, expected.angles), kind
+            assert torch.equal(net.own.scale, expected.own.scale) != trains_own, kind
+            values = [torch.zeros(3) for _ in range(2)]
+            dist.all_gather(values, net.own.scale.detach())
+            assert not torch.equal(*values), kind
 
     on_ranks(trains)

@@ -340,6 +340,27 @@ def test_PY06_a_part_in_pytorchs_ddp_that_the_wrapper_does_not_train_may_stay():
     on_ranks(run)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_PY06_pytorchs_ddp_around_a_wrapper_is_refused_because_both_reduce(inside):
+    def decentralized(net, groups, kind, **options):
+        return shoal.nn.DecentralizedDataParallel(net, kind, topology="complete", **options), None
+
+    def run(rank):
+        for wrap in (zero1, zero2, fsdp, decentralized, megatron):
+            net = TwoParts()
+            model, _ = wrap(net, list(net.parameters()), torch.optim.SGD, lr=0.1)
+            around = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model) if inside else model)
+            with torch.no_grad():
+                around(batch(0, rank))  # reduces nothing
+            text = "Parallel: PyTorch's DistributedDataParallel is around this model and would reduce its gradients a second time"
+            if wrap is megatron:
+                text = "reduced to shards on the ranks.*put no DistributedDataParallel around the module"
+            with pytest.raises(shoal.UsageError, match=text):
+                loss_of(around, 0, rank).backward()
+
+    on_ranks(run)
+
+
 def test_PY05_wrappers_and_functions_in_place_of_a_module_are_named(tmp_path):
     def run(rank):
         model = shoal.nn.DistributedDataParallel(TwoParts())

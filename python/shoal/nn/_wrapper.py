@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from .. import _C
-from .._mirror import Wrapped
+from .._mirror import Wrapped, refuse_torch_ddp_around
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -78,10 +78,11 @@ class Wrapper(Wrapped):
             if name not in vars(cls):
                 setattr(cls, name, _Elsewhere(cls, name, advice))
 
-    def __init__(self, module: torch.nn.Module, mirror: _C.Mirror, core: Any) -> None:
+    def __init__(self, module: torch.nn.Module, mirror: _C.Mirror, core: Any, ignored: Collection[int] = ()) -> None:
         super().__init__()
         self._core = core
         self._mirror = mirror
+        self._ignored = ignored  # ids of parameters
         self._accumulates = 0  # scopes of no_sync
         self.module = module
 
@@ -93,6 +94,7 @@ class Wrapper(Wrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. An exception outside no_sync() marks the step as failed on this rank: the other ranks get
         StepAbandoned from their backward, and all go on with the next step. Within no_sync() call abandon_step() for that."""
+        refuse_torch_ddp_around(self, self._ignored)
         try:
             self._core.before_forward()
             result = self.module(*args, **kwargs)

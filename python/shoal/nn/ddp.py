@@ -10,7 +10,7 @@ import torch
 
 from .. import _C
 from .._loaded import Loads
-from .._mirror import mirror_of, parameters_where, require_constant_in_forward
+from .._mirror import mirror_of, parameters_where, require_constant_in_forward, with_ignored_of_torch
 from ..distributed import group_of
 from ._torch_options import DDP, without_torch_options
 from ._wrapper import COMM_HOOK_ADVICE, Wrapper
@@ -75,9 +75,10 @@ class DistributedDataParallel(Wrapper):
         group = group_of(process_group)
         mirror = mirror_of(module)
         require_constant_in_forward(module, "DistributedDataParallel")
-        super().__init__(module, mirror, _C.DistributedDataParallelCore(mirror, group, options))
-        self._group = group
+        options = with_ignored_of_torch("DistributedDataParallel", module, options)
         ignored = parameters_where(module, set(options.get("ignored", ())).__contains__)
+        super().__init__(module, mirror, _C.DistributedDataParallelCore(mirror, group, options), ignored)
+        self._group = group
         self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]
         self._seen = self._versions(), 0
         # Digests of the values of all ranks at _seen. None after steps: it would take a pass over the parameters in each.

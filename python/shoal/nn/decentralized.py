@@ -11,7 +11,7 @@ import torch
 from .. import _C
 from .._gossip import Gossip
 from .._loaded import tell_of_loading
-from .._mirror import mirror_of, refuse_torch_ddp
+from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, with_ignored_of_torch
 from .._words import in_words
 from ..distributed import group_of
 from ..optim._recipe import OptimizerClass, Recipe, groups_of_module, recipe_of
@@ -115,11 +115,13 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         options = {name: defaults.pop(name) for name in _options if name in defaults}
         mirror = mirror_of(module)
         groups = groups_of_module(module, params, options.get("ignored", ()))
-        refuse_torch_ddp(module, "DecentralizedDataParallel", [one for group in groups for one in group["params"]])
+        trained = [one for group in groups for one in group["params"]]
+        refuse_torch_ddp(module, "DecentralizedDataParallel", trained)
+        options = with_ignored_of_torch("DecentralizedDataParallel", module, options, {id(one) for one in trained})
         recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults, options=_options)
         group = group_of(process_group)
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)
-        super().__init__(module, mirror, core)
+        super().__init__(module, mirror, core, parameters_where(module, set(options.get("ignored", ())).__contains__))
         self.optimizer = Rates(recipe)
         core.follow(self.optimizer)
         tell_of_loading(module, core)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _C
 from .._loaded import load_in_full_precision
-from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, require_constant_in_forward
+from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, require_constant_in_forward, with_ignored_of_torch
 from ..distributed import group_of
 from ._policy import Policy, unit_names
 from ._torch_options import FSDP, without_cpu_options, without_torch_options
@@ -59,16 +59,19 @@ class FullyShardedDataParallel(Wrapper):
         ignored = set(options.get("ignored_parameters", ()))
         below = tuple(f"{name}." for name in options.get("ignored_modules", ()) if name)
         left_out = parameters_where(module, lambda name: name in ignored or name.startswith(below or "\0"))
-        refuse_torch_ddp(module, "FullyShardedDataParallel", [one for one in module.parameters() if id(one) not in left_out])
+        taken = [one for one in module.parameters() if id(one) not in left_out]
+        refuse_torch_ddp(module, "FullyShardedDataParallel", taken)
+        trained = {id(one) for one in taken if one.requires_grad}
+        options = with_ignored_of_torch("FullyShardedDataParallel", module, options, trained, "ignored_parameters")
+        left_out |= parameters_where(module, set(options.get("ignored_parameters", ())).__contains__)
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
         group = group_of(process_group)
         require_constant_in_forward(module, "FullyShardedDataParallel")
-        super().__init__(module, mirror, _C.FullyShardedCore(mirror, group, options))
+        super().__init__(module, mirror, _C.FullyShardedCore(mirror, group, options), left_out)
         _wrappers[module] = weakref.ref(self)
         self._group = group
         self._param_dtype = options.get("param_dtype")
         self._by_parameter = options.get("shard_by_parameter", False)
-        self._ignored = left_out
         if self._param_dtype is not None:
             converted = [one for one in module.parameters() if id(one) not in self._ignored]
             load_in_full_precision(module, converted, self)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of, refuse_torch_ddp, require_constant_in_forward
+from .._mirror import mirror_of, parameters_where, refuse_torch_ddp, require_constant_in_forward, with_ignored_of_torch
 from ..distributed import group_of
 from ..optim.oss import OSS
 from ._wrapper import Wrapper
@@ -40,10 +40,12 @@ class ShardedDataParallel(Wrapper):
         self.__dict__["_optimizers"] = optimizers  # they must outlive the core
         group = group_of(process_group)
         mirror = mirror_of(module)
-        refuse_torch_ddp(module, "ShardedDataParallel", [one for optimizer in optimizers for one in optimizer._parameters()])
+        trained = [one for optimizer in optimizers for one in optimizer._parameters()]
+        refuse_torch_ddp(module, "ShardedDataParallel", trained)
         require_constant_in_forward(module, "ShardedDataParallel")
+        options = with_ignored_of_torch("ShardedDataParallel", module, options, {id(one) for one in trained})
         core = _C.ShardedDataParallelCore(mirror, [optimizer._core for optimizer in optimizers], group, options)
-        super().__init__(module, mirror, core)
+        super().__init__(module, mirror, core, parameters_where(module, set(options.get("ignored", ())).__contains__))
         for optimizer in optimizers:
             optimizer._reduced_to_owners = True
         self.__dict__["_optimizers"] = optimizers

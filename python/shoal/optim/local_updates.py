@@ -12,7 +12,7 @@ import torch
 
 from .. import _C
 from .._loaded import tell_of_loading
-from .._mirror import mirror_of
+from .._mirror import mirror_of, with_ignored_of_torch
 from ..distributed import group_of
 
 
@@ -80,6 +80,7 @@ class LocalUpdates(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         options["outer"] = {"kind": type(outer).__name__, **asdict(outer)}
         self._mirror = mirror_of(module)
+        options = with_ignored_of_torch("LocalUpdates", module, options)
         self._core = _C.LocalUpdates(self._mirror, optimizer, group_of(process_group), options)
         tell_of_loading(module, self._core)
 

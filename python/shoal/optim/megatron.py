@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of, refuse_torch_ddp, require_constant_in_forward
+from .._mirror import mirror_of, refuse_torch_ddp, require_constant_in_forward, with_ignored_of_torch
 from ..distributed import group_of
 from ._recipe import OptimizerClass, groups_of_module, recipe_of
 from ._sharded import ShardedOptimizer
@@ -73,7 +73,9 @@ class DistributedOptimizer(ShardedOptimizer):
             )
         mirror = mirror_of(module)
         groups = groups_of_module(module, params, options.get("ignored", ()))
-        refuse_torch_ddp(module, "DistributedOptimizer", [one for group in groups for one in group["params"]])
+        trained = [one for group in groups for one in group["params"]]
+        refuse_torch_ddp(module, "DistributedOptimizer", trained)
+        options = with_ignored_of_torch("DistributedOptimizer", module, options, {id(one) for one in trained})
         recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise, _options)
         group = group_of(process_group)
         require_constant_in_forward(module, "DistributedOptimizer")

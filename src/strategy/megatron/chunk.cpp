@@ -19,10 +19,12 @@ namespace {
 const char* about_sums(const DistributedOptimizerOptions& options) {
   if (options.overlap_grad_reduce) {
     return "which DistributedOptimizer has reduced to shards on the ranks: clip with its option clip_grad, scale "
-           "losses by its option scaler, read main_grad(), drop it with zero_grad(), update with its step()";
+           "losses by its option scaler, read main_grad(), drop it with zero_grad(), update with its step(), and put "
+           "no DistributedDataParallel around the module";
   }
   return "which DistributedOptimizer reduces to shards in step() or reduce_model_grads(): clip with its option "
-         "clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update with its step()";
+         "clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update with its "
+         "step(), and put no DistributedDataParallel around the module";
 }
 
 // Equal ranges of buffers need equally many ranks on each host.
