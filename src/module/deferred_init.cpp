@@ -7,6 +7,7 @@
 
 #include "module/deferred_shapes.h"
 #include "module/deferred_tape.h"
+#include "module/permanent_library.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -112,9 +113,11 @@ void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   }
 }
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
+void defer_all_operators(torch::Library& library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&defer>());
 }
+
+[[gnu::used]] const auto& all_operators = permanent_library("_", deferred_init_key, defer_all_operators);
 
 }  // namespace
 

@@ -3,10 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 #include <set>
 
 #include "shoal/training.h"
+#include "tests/support/forked_ranks.h"
+#include "tests/support/models.h"
 
 namespace shoal::test {
 namespace {
@@ -25,6 +28,8 @@ std::string refusal(const std::function<void()>& work) {
   }
   return "";
 }
+
+std::vector<Training<MlpImpl>> trainings_of_the_program;  // destroyed after the library's own global objects
 
 std::unique_ptr<TrainingCore> make_nothing(const TrainingParts&) {
   return nullptr;
@@ -113,6 +118,25 @@ TEST(Registry, bf16_without_float32_copies_is_taken_by_its_own_name_only) {
   EXPECT_THAT(refusal([] { precision_of("zero1", "bf16"); }),
               AllOf(StartsWith("bf16: strategy zero1"),
                     HasSubstr("take bf16_mixed, a strategy with float32 copies (megatron"), HasSubstr("or bf16_pure")));
+}
+
+TEST(Registry, a_training_may_be_a_global_object_of_the_program) {
+  const auto train_and_exit = [](const World& world) -> std::string {
+    for (const auto& name : strategy_names()) {
+      if (find_strategy(name).pace == Pace::single) continue;
+      auto training = make_training(name, seeded(1), optimizer_recipe<torch::optim::SGD>(0.1), world.group(),
+                                    {.precision = Precision::float64()});
+      training->backward(mean_loss(training.forward(batch(world.rank(), 0))));
+      training->step();
+      trainings_of_the_program.push_back(std::move(training));
+    }
+    world.group().barrier().wait();
+    std::exit(0);
+  };
+  for (const auto& rank : run_ranks(2, train_and_exit)) {
+    EXPECT_EQ(rank.status, 0);
+    EXPECT_EQ(rank.text, "");
+  }
 }
 
 TEST(Registry, a_strategy_of_the_programs_own_is_one_of_them) {

@@ -20,6 +20,7 @@
 
 #include "base/called_by_pytorch.h"
 #include "engine/wrapper/normal_mode.h"
+#include "module/permanent_library.h"
 
 namespace shoal {
 namespace {
@@ -240,13 +241,13 @@ at::Tensor& tell_of_fill(c10::DispatchKeySet keys, at::Tensor& self, const at::S
   return zero && zeroed_by_user(self) ? self : Direct<at::_ops::fill__Scalar>::tell(keys, self, value);
 }
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
+void watch_all_operators(torch::Library& library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&tell>());
 }
 
 // Operators that touch no memory of their own: those that make views or change metadata, and composite operators, whose
 // parts are observed.
-TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
+void watch_some_operators(torch::Library& library) {
   for (const auto* name : {"alias",
                            "as_strided",
                            "conv1d",
@@ -290,6 +291,9 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
   tell_directly<addmm, convolution, convolution_backward, copy_, index_select, mm, native_layer_norm,
                 native_layer_norm_backward>(library);
 }
+
+[[gnu::used]] const auto& all_operators = permanent_library("_", mark, watch_all_operators);
+[[gnu::used]] const auto& some_operators = permanent_library("aten", mark, watch_some_operators);
 
 }  // namespace
 
