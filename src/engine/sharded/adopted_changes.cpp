@@ -22,7 +22,7 @@ at::Tensor current_values(const ParameterGather& gather, const Slice& slice, con
   const auto flat = in_memory_order(values);
   const auto own = gather.elements(slice).scalar_type();
   if (main.scalar_type() != own && now.scalar_type() == own) {
-    former.show(now, flat);
+    former.show(now, flat, gather.replaced(slice.piece));
   } else {
     flat.copy_(now);
   }
@@ -180,11 +180,15 @@ at::Tensor ShardedModule::current(const OwnedPiece& piece) const {
 // bits, while they are there; then of all. A write is noticed of a whole parameter or page, most of which may be as it
 // was, and a load may give a parameter what its copy rounds to.
 void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) {
-  const auto refresh = [&](const ParameterWatch& watch, size_t number, const Slice& slice, const at::Tensor& elements,
-                           const at::Tensor& exact, const FormerValues& former) {
+  const auto refresh = [&](const ParameterWatch& watch, size_t number, const ParameterGather& gather,
+                           const Slice& slice, const at::Tensor& elements, const at::Tensor& exact,
+                           const FormerValues& former) {
     if (!in_other_dtype) {
-      former.take(elements, exact, /*certain=*/true);
-    } else if (watch.other_floating_dtype(number)) {
+      former.take(elements, exact);
+      return;
+    }
+    if (gather.replaced(slice.piece)) former.note_replaced();
+    if (watch.other_floating_dtype(number)) {
       const auto& parameter = watch.parameters()[number];
       auto values =
           at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
@@ -198,14 +202,15 @@ void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) 
   for (const auto* list : {&pieces_, &second_.pieces}) {
     for (const auto& piece : *list) {
       if (!piece.copied || !holds(changes.trainable[piece.bucket], piece.slice.piece)) continue;
-      refresh(trainable_.watch, piece.gradient, piece.slice, piece.elements,
+      refresh(trainable_.watch, piece.gradient, *gathers_[piece.bucket], piece.slice, piece.elements,
               piece.main.as_strided({piece.main.numel()}, {1}), piece.former);
     }
   }
   for (size_t number = 0; number < frozen_.size(); ++number) {
     for (const auto& piece : frozen_[number].pieces) {
       if (!piece.exact.defined() || !holds(changes.frozen[number], piece.slice.piece)) continue;
-      refresh(frozen_[number].watch, piece.slice.piece, piece.slice, piece.elements, piece.exact, piece.former);
+      refresh(frozen_[number].watch, piece.slice.piece, *frozen_[number].gather, piece.slice, piece.elements,
+              piece.exact, piece.former);
     }
   }
 }

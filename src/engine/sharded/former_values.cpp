@@ -38,23 +38,27 @@ void take_written(const at::Tensor& elements, const at::Tensor& copy) {
   }
 }
 
-void FormerValues::show(const at::Tensor& elements, const at::Tensor& copy) const {
-  take_written(elements, copy);
-  if (!state_->values.defined()) return;
+void FormerValues::show(const at::Tensor& elements, const at::Tensor& copy, bool replaced) const {
+  if (!state_->values.defined()) return take_written(elements, copy);
   const auto now = parts(elements);
   const auto exact = parts(copy.detach());
   const auto former = parts(state_->values);
   for (size_t i = 0; i < exact.size(); ++i) {
-    exact[i].copy_(at::where(written(now[i], former[i]), exact[i], former[i]));
+    const auto changed = written(now[i], exact[i]);
+    auto back = written(now[i], former[i]).logical_not_();
+    if (!replaced) back.logical_and_(changed);
+    exact[i].copy_(at::where(changed, now[i].to(exact[i].scalar_type()), exact[i]));
+    exact[i].copy_(at::where(back, former[i], exact[i]));
   }
 }
 
-void FormerValues::take(const at::Tensor& elements, const at::Tensor& copy, bool certain) const {
+void FormerValues::take(const at::Tensor& elements, const at::Tensor& copy) const {
+  const bool replaced = std::exchange(state_->replaced, false);
   if (std::exchange(state_->given, false)) return;
-  const bool may_be_back = certain && state_->values.defined();
+  const bool may_be_back = replaced && state_->values.defined();
   if (!may_be_back && !any_written(elements, copy.detach())) return;
   keep(copy);
-  show(elements, copy);
+  show(elements, copy, replaced);
   drop_if(copy);
 }
 

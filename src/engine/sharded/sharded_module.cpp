@@ -84,11 +84,11 @@ void OwnedPiece::move_to(const at::Tensor& now) {
 }
 
 void OwnedPiece::take_back() const {
-  if (copied) former.take(outgoing, main.as_strided({main.numel()}, {1}), /*certain=*/false);
+  if (copied) former.take(outgoing, main.as_strided({main.numel()}, {1}));
 }
 
 void FrozenPiece::take_back() const {
-  if (exact.defined()) former.take(elements, exact, /*certain=*/false);
+  if (exact.defined()) former.take(elements, exact);
 }
 
 bool ShardedModule::shared() const {

@@ -270,6 +270,16 @@ TEST(SwappedCopies, FSDP05_averages_that_stay_count_to_the_last_bit) {
   run.summon();
   { const auto whole = run.parallel->summon_full_params(); }
   expect_equal(run.parallel->full_state_dict(), averages, "");
+  // A write in place leaves the other elements alone.
+  for (auto& entry : run.model->named_parameters()) entry.value().data().flatten()[0] = 0;
+  for (auto& [name, value] : averages) value.flatten()[0] = 0;
+  run.evaluate();
+  expect_equal(run.parallel->full_state_dict(), averages, "after a write");
+  {
+    const auto whole = run.parallel->summon_full_params();
+    for (auto& parameter : run.model->parameters()) parameter.data().clamp_(-100, 100);
+  }
+  expect_equal(run.parallel->full_state_dict(), averages, "after a clamp");
 }
 
 }  // namespace
