@@ -178,9 +178,10 @@ void expect_as_in_one_process(const std::string& word, const std::string& strate
 class EveryStrategy : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(, EveryStrategy, ::testing::ValuesIn(strategies), [](const auto& info) { return info.param; });
 
-// Each form at two of four world sizes.
+// All forms on 4 ranks and over sockets, halves of them elsewhere.
 TEST_P(EveryStrategy, zero_grad_in_every_form_and_order) {
-  for (const char zero : std::string(group().size() % 2 == 0 ? "zMh" : "ZmH")) {
+  const bool all = group().size() == 4 || group().transport() != "host";
+  for (const char zero : std::string(all ? "zZmMhH" : group().size() == 3 ? "ZmH" : "zMh")) {
     const std::string z(1, zero);
     for (const auto& word : {"bs" + z + "bs" + z + "bs", z + "bs" + z + "bs", "bsf" + z + "bs", "bbs" + z + "bbs",
                              "b" + z + "bs", "bl" + z + "bs", "lb" + z + "lbs"}) {
