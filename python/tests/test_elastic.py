@@ -36,12 +36,11 @@ PLACES = ["forward", "backward", "computed", "update", "in update", "updated", "
 # Under DDP a rank's update is its own; under local SGD what the victim has trained since the last exchange is lost, so that no
 # one process does the same.
 NOT_HERE = {"ddp": ["in update"], "local_sgd": ["update", "in update", "updated"]}
-# Each strategy with each place, and each of them with both victims, if not all three together. ElasticKill has both victims at
-# each moment under DDP, and one of them under each sharded strategy.
 DEATHS = [
-    (name, 2 * ((at + place) % 2), where)
-    for at, name in enumerate(STRATEGIES)
-    for place, where in enumerate(PLACES)
+    (name, victim, where)
+    for name in STRATEGIES
+    for victim in (0, 2)
+    for where in PLACES
     if where not in NOT_HERE.get(name, ())
 ]
 

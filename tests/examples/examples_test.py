@@ -95,9 +95,9 @@ class Test:
 
     def language_model(self):
         folder = self.folder("runs")
-        whole = self.launch("language_model", LICENCES, folder / "whole", 16)
-        self.launch("language_model", LICENCES, folder / "stopped", 16, 8)
-        resumed = self.launch("language_model", LICENCES, folder / "stopped", 16)
+        whole = self.launch("language_model", LICENCES, folder / "whole", 21)
+        self.launch("language_model", LICENCES, folder / "stopped", 21, 8)
+        resumed = self.launch("language_model", LICENCES, folder / "stopped", 21)
         check("resumed at step 8" in resumed, "the second run resumes")
         losses = [re.findall(r"step (\d+): loss ([\d.]+)", output) for output in (whole, resumed)]
         check(losses[0][-2:] == losses[1][-2:], f"a resumed run equals one without a stop: {losses}")

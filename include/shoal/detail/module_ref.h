@@ -30,6 +30,8 @@ class ModuleRef {
   ModuleRef(Null) {  // NOLINT: implicit
     static_assert(!std::same_as<Null, std::nullptr_t>, "shoal: nullptr is no module: give a module or its holder");
   }
+  template <std::integral Number>
+  ModuleRef(Number) = delete;  // 0 means a rank, not a null pointer
 
   operator const torch::nn::Module&() const { return *module_; }  // NOLINT: implicit
 
