@@ -13,7 +13,7 @@ import models
 import shoal
 from loops import backward, each_strategy
 from ranks import on_ranks
-from test_wrappers import group_over
+from test_wrappers import STRATEGIES, group_over
 
 
 def equal_on_ranks(tensor):
@@ -195,18 +195,24 @@ def test_PY05_values_of_one_rank_may_be_loaded_on_all():
     on_ranks(trains)
 
 
-def test_MEG04_values_that_one_rank_alone_has_written_are_an_error_that_says_what_to_do():
+def test_MEG04_one_rank_alone_may_show_other_values_if_it_puts_its_own_back():
     def trains(rank):
-        net = torch.nn.Linear(3, 3)
-        optimizer = shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
-        net(torch.ones(1, 3)).sum().backward()
-        if rank == 0:
-            with torch.no_grad():
-                own = net.weight.detach().clone()
-                net.weight.copy_(own * 0.9)
-                net.weight.copy_(own)
-        with pytest.raises(shoal.DisagreeError, match=r"loaded or written \(do the same on every rank\)"):
-            optimizer.step()
+        for strategy in ("zero1", "zero2", "megatron", "fsdp"):
+            net = torch.nn.Linear(3, 3)
+            model, optimizer = STRATEGIES[strategy](net, dist.new_group([0, 1]), None)
+            for back in (True, True, False):
+                model(torch.ones(1, 3)).sum().backward()
+                if rank == 0:
+                    own = net.weight.detach().clone()
+                    net.weight.data.copy_(own * 0.9)
+                    if back:
+                        net.weight.data.copy_(own)
+                if back:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with pytest.raises(shoal.DisagreeError, match=r"loaded or written \(do the same on every rank\)"):
+                optimizer.step()
+            dist.barrier()
 
     on_ranks(trains)
 

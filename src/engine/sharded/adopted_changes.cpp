@@ -64,6 +64,13 @@ bool ShardedModule::changed() const {
          std::any_of(frozen_.begin(), frozen_.end(), [&](const Known& frozen) { return any(frozen.gather); });
 }
 
+bool ShardedModule::changed_for_good() {
+  if (!changed()) return false;
+  wait_all();
+  visit_gathers([](const std::string&, ParameterGather& gather) { gather.forget_undone(); });
+  return changed();
+}
+
 // Their homes may have moved since they were wrapped.
 void ShardedModule::separate_replaced() {
   std::vector<NamedTensor> all;
@@ -125,7 +132,7 @@ void ShardedModule::agree_on_changes(const Label& label) {
   };
   require_going_on();
   require_kinds();
-  if (!changed()) return;
+  if (!changed_for_good()) return;
   const bool here = other_strides(trainable_) || std::any_of(frozen_.begin(), frozen_.end(), other_strides);
   const bool anywhere = reducer_->group().all_reduce(here ? 1.0 : 0.0, ReduceOp::max, label) > 0;
   if (anywhere) {
@@ -138,8 +145,7 @@ void ShardedModule::agree_on_changes(const Label& label) {
 void ShardedModule::adopt_changes(const Label& label) {
   require_going_on();
   require_kinds();
-  if (changed()) {
-    wait_all();
+  if (changed_for_good()) {
     separate_replaced();
     visit_gathers([](const std::string&, ParameterGather& gather) { gather.leave_to_holders(); });
   }

@@ -2,6 +2,7 @@
 
 #include <torch/utils.h>
 
+#include "engine/sharded/changed_values.h"
 #include "memory/other_memory.h"
 #include "memory/views.h"
 
@@ -116,12 +117,13 @@ void ParameterBuffer::set_place(size_t piece, const at::Tensor& memory) {
 
 void ParameterBuffer::before_write(std::string_view, c10::StorageImpl* storage) {
   if (!notices_ && !shared()) return;
+  const UnwatchedOperators own;
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
     if (homes_[piece].storage().unsafeGetStorageImpl() != storage) continue;
     if (shared()) make_private(piece);
     if (!notices_) return;
-    written_[piece] = true;
+    if (!written_[piece]) written_[piece] = digest_of(homes_[piece]);
     any_written_ = true;
     return;
   }
@@ -177,6 +179,21 @@ std::vector<size_t> ParameterBuffer::changed() const {
   return list;
 }
 
+void ParameterBuffer::forget_undone() {
+  if (!any_written_) return;
+  const UnwatchedOperators own;
+  const std::lock_guard lock(mutex_);
+  bool any = false;
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    if (!written_[piece]) continue;
+    const auto& home = homes_[piece];
+    const bool undone = same_view(parameters()[piece], home) && !moved(piece) && digest_of(home) == *written_[piece];
+    if (undone) bind(piece);
+    any = any || !undone;
+  }
+  any_written_ = any;
+}
+
 void ParameterBuffer::point_to_buffer(size_t piece) {
   if (!private_[piece]) return;
   private_[piece] = false;
@@ -188,7 +205,7 @@ void ParameterBuffer::point_to_buffer(size_t piece) {
 void ParameterBuffer::bind(size_t piece) {
   point_to_buffer(piece);
   if (!same_view(parameters()[piece], homes_[piece])) parameters()[piece].set_data(homes_[piece]);
-  written_[piece] = false;
+  written_[piece].reset();
 }
 
 at::Tensor ParameterBuffer::current(size_t piece, const Range& elements) const {

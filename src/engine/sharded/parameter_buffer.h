@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "engine/paging/operator_watch.h"
@@ -60,6 +61,9 @@ class ParameterBuffer : private MemoryUser {
   void leave_to_holders();
   // Indices of parameters that the user has replaced or written. Not collective.
   std::vector<size_t> changed() const;
+  // Forgets writes after which a parameter has the values from before them, to the bit: those of a rank that has shown other
+  // weights and put its own back. Call while no rank writes the buffer. Not collective.
+  void forget_undone();
   const ParameterWatch& watch() const { return watch_; }
   // A range of the parameter's current values, in the buffer's order and the parameter's present dtype.
   at::Tensor current(size_t piece, const Range& elements) const;
@@ -101,9 +105,9 @@ class ParameterBuffer : private MemoryUser {
   ParameterWatch watch_;
   std::atomic<bool> notices_ = true;
   std::atomic<bool> any_written_ = false;
-  mutable std::mutex mutex_;  // written_ and private_
-  std::vector<bool> written_;
-  std::vector<bool> private_;  // the parameter's place is a private copy for now
+  mutable std::mutex mutex_;                      // written_ and private_
+  std::vector<std::optional<uint64_t>> written_;  // digests of the values before the first write
+  std::vector<bool> private_;                     // the parameter's place is a private copy for now
 };
 
 }  // namespace shoal

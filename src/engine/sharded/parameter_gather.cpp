@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "engine/paging/operator_watch.h"
@@ -37,6 +38,7 @@ class InParameters : public ParameterGather {
   void wait(const Label& label) override { buffer_.wait(label); }
   std::vector<at::Tensor> awaited() const override { return buffer_.homes(); }
   std::vector<size_t> changed() const override { return buffer_.changed(); }
+  void forget_undone() override { buffer_.forget_undone(); }
   bool replaced(size_t piece) const override { return !same_view(buffer_.parameters()[piece], buffer_.homes()[piece]); }
   uint64_t digest(size_t piece) const override { return digest_of(buffer_.parameters()[piece]); }
   at::Tensor current(const Slice& slice) const override { return buffer_.current(slice.piece, slice.in_piece); }
@@ -106,6 +108,18 @@ class InGradients : public ParameterGather, private MemoryUser {
     }
     return list;
   }
+  void forget_undone() override {
+    if (!any_written_) return;
+    const UnwatchedOperators own;
+    const std::lock_guard lock(mutex_);
+    bool any = false;
+    for (size_t piece = 0; piece < homes_.size(); ++piece) {
+      if (!written_[piece]) continue;
+      if (!replaced(piece) && digest_of(homes_[piece]) == *written_[piece]) written_[piece].reset();
+      any = any || written_[piece];
+    }
+    any_written_ = any;
+  }
   bool replaced(size_t piece) const override { return !same_view(watch_.parameters()[piece], homes_[piece]); }
   uint64_t digest(size_t piece) const override { return digest_of(watch_.parameters()[piece]); }
   at::Tensor current(const Slice& slice) const override {
@@ -124,7 +138,7 @@ class InGradients : public ParameterGather, private MemoryUser {
       watch_.note(piece);
     }
     const std::lock_guard lock(mutex_);
-    written_.assign(written_.size(), false);
+    written_.assign(written_.size(), std::nullopt);
     any_written_ = false;
   }
   void notice_writes(bool on) override { notices_ = on; }
@@ -139,10 +153,12 @@ class InGradients : public ParameterGather, private MemoryUser {
   }
   void before_write(std::string_view, c10::StorageImpl* storage) override {
     if (!notices_) return;
+    const UnwatchedOperators own;
     const std::lock_guard lock(mutex_);
     any_written_ = true;
     for (size_t piece = 0; piece < homes_.size(); ++piece) {
-      if (homes_[piece].storage().unsafeGetStorageImpl() == storage) written_[piece] = true;
+      if (written_[piece] || homes_[piece].storage().unsafeGetStorageImpl() != storage) continue;
+      written_[piece] = digest_of(homes_[piece]);
     }
   }
 
@@ -152,10 +168,10 @@ class InGradients : public ParameterGather, private MemoryUser {
   ParameterWatch watch_;
   std::atomic<bool> notices_ = true;
   std::atomic<bool> any_written_ = false;
-  mutable std::mutex mutex_;  // written_
-  std::vector<bool> written_;
-  at::Tensor values_;              // of all parameters, [elements of the layout]
-  std::vector<at::Tensor> views_;  // of each one
+  mutable std::mutex mutex_;                      // written_
+  std::vector<std::optional<uint64_t>> written_;  // digests of the values before the first write
+  at::Tensor values_;                             // of all parameters, [elements of the layout]
+  std::vector<at::Tensor> views_;                 // of each one
   Work work_;
 };
 

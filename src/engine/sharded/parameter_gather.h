@@ -29,6 +29,8 @@ class ParameterGather {
   // Indices within the bucket of parameters that the user has replaced or written; empty: nothing to adopt, which is
   // cheap to find. Not collective.
   virtual std::vector<size_t> changed() const = 0;
+  // See ParameterBuffer. Writes to pages stay: a rank alone cannot read them.
+  virtual void forget_undone() {}
   // Whether the parameter has other memory than it was given here.
   virtual bool replaced(size_t piece) const = 0;
   // Digest of this rank's values of a parameter in changed().

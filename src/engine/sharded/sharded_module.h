@@ -221,6 +221,8 @@ class ShardedModule {
   void send(const Label& label);
   void begin_outdated();
   bool changed() const;
+  // Whether anything has changed once writes that were undone are forgotten.
+  bool changed_for_good();
   // None: nothing has changed.
   std::optional<Changes> agreed_changes();
   void refresh_copies(const Changes& changes, bool in_other_dtype);

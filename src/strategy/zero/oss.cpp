@@ -106,6 +106,7 @@ void OSSCore::State::adopt_values() {
   if (!replaced.empty()) separate(shares.named(), replaced, "OSS");
   std::vector<ChangedValue> values;
   for (const auto& buffer : buffers) {
+    buffer->forget_undone();
     for (const auto piece : buffer->changed()) {
       const auto& parameter = buffer->parameters()[piece];
       values.push_back({describe(parameter) + " of OSS", digest_of(parameter)});

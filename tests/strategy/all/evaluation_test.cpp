@@ -98,6 +98,39 @@ TEST(Evaluation, FSDP21_between_backward_and_step_one_rank_may_evaluate_alone) {
   }
 }
 
+// As an average of the weights that is shown and taken out again: first through data(), then with a version of its own.
+TEST(Evaluation, FSDP21_one_rank_may_show_other_weights_and_put_its_own_back) {
+  const auto expected = expected_outputs();
+  for (const std::string strategy : strategies) {
+    SCOPED_TRACE(strategy);
+    if (strategy.starts_with("fsdp") && group().transport() != "host") continue;  // no rank has all parameters
+    auto training = make(strategy);
+    const auto show_others = [&](bool by_data) {
+      if (group().rank() != 0) return;
+      const torch::NoGradGuard no_grad;
+      std::vector<at::Tensor> own;
+      for (auto parameter : training.model->parameters()) {
+        own.push_back(parameter.detach().clone());
+        (by_data ? parameter.tensor_data() : parameter).fill_(7);
+      }
+      EXPECT_GT(difference({training.model->forward(batch(0, 99))}, {expected[0]}), 0.1);
+      const auto parameters = training.model->parameters();
+      for (size_t i = 0; i < own.size(); ++i) {
+        (by_data ? parameters[i].tensor_data() : at::Tensor(parameters[i])).copy_(own[i]);
+      }
+    };
+    for (int64_t step = 0; step < steps; ++step) {
+      mean_loss(training.forward(batch(group().rank(), step))).backward();
+      show_others(step % 2 == 0);
+      training.step();
+      training.zero_grad();
+      show_others(step % 2 == 0);
+    }
+    const torch::NoGradGuard no_grad;
+    EXPECT_LT(difference({training.model->forward(batch(0, 99))}, {expected[steps]}), 1e-12);
+  }
+}
+
 // Evaluates through the wrapper, alternating with training.
 TEST(Evaluation, FSDP21_in_either_mode_it_leaves_training_as_it_is) {
   const auto expected = expected_outputs();
