@@ -67,7 +67,7 @@ struct LocalUpdatesOptions {
 };
 
 // Scope in which parameters (and with average_buffers also buffers) hold the mean over ranks; the destructor restores
-// this rank's own values. A step within it is a UsageError.
+// this rank's own values, also if LocalUpdates is gone. A step within it is a UsageError.
 class MeanParameters {
  public:
   using Saved = std::vector<std::pair<at::Tensor, at::Tensor>>;  // tensors of the module, each with its own values
@@ -170,7 +170,7 @@ class LocalUpdates {
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(LocalUpdates& updates);
   friend State& state_of(LocalUpdates& updates);
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;
 };
 
 // For TrainingState.

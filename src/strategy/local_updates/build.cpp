@@ -154,7 +154,7 @@ LocalUpdates::LocalUpdates(std::shared_ptr<torch::nn::Module> module, torch::opt
                            const Group& group, const LocalUpdatesOptions& options) {
   options.validate();
   auto wrapped = wrap(module, group, "LocalUpdates", options.ignored, /*sync=*/true);
-  state_ = std::make_unique<State>(std::move(module), optimizer, group, std::move(wrapped->tensors), options);
+  state_ = std::make_shared<State>(std::move(module), optimizer, group, std::move(wrapped->tensors), options);
 }
 
 }  // namespace shoal

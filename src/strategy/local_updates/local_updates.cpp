@@ -248,9 +248,11 @@ MeanParameters LocalUpdates::mean_parameters() {
     list[i].copy_(values[i]);
   }
   ++state.means_shown;
-  return MeanParameters(std::move(saved), [&state, untouched] {
-    --state.means_shown;
-    if (untouched) state.note();
+  return MeanParameters(std::move(saved), [kept = std::weak_ptr(state_), untouched] {
+    const auto state = kept.lock();  // none once this object is gone
+    if (!state) return;
+    --state->means_shown;
+    if (untouched) state->note();
   });
 }
 

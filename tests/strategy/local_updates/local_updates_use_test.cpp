@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "shoal/error.h"
 #include "shoal/local_sgd.h"
@@ -153,6 +154,20 @@ TEST(LocalUpdatesUse, BEY22_buffers_and_mean_parameters) {
   EXPECT_NEAR(model->running[0].item<double>(), mean, 1e-12);
   EXPECT_NEAR(model->never[0].item<double>(), mean, 1e-12);
   EXPECT_EQ(model->count.item<int64_t>(), group().rank()) << "integers stay";
+}
+
+TEST(LocalUpdatesUse, BEY22_a_scope_of_the_mean_may_outlive_its_training) {
+  auto model = seeded(1);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05));
+  std::optional<LocalUpdates> local(std::in_place, model, optimizer, group(), Options{.every = 2});
+  mean_loss(model->forward(batch(group().rank(), 0))).backward();
+  local->step();
+  const auto own = model->first->weight.detach().clone();
+  {
+    const auto scope = local->mean_parameters();
+    local.reset();
+  }
+  EXPECT_TRUE(at::equal(model->first->weight, own));
 }
 
 TEST(LocalUpdatesUse, BEY22_an_exchange_may_drop_the_inner_state) {
