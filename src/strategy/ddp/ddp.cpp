@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <cmath>
 #include <set>
 
 #include "engine/reducer/hooked_reduction.h"
@@ -17,7 +16,7 @@ namespace shoal {
 void DistributedDataParallelOptions::validate() const {
   std::vector<std::string> faults;
   const auto positive = [&](const char* name, double value) {
-    if (!(value > 0) || !std::isfinite(value)) faults.push_back(fmt::format("{} is {}: give MiB above 0", name, value));
+    if (!(value > 0)) faults.push_back(fmt::format("{} is {}: give MiB above 0", name, value));
   };
   positive("bucket_cap_mb", bucket_cap_mb);
   positive("first_bucket_mb", first_bucket_mb);

@@ -9,6 +9,8 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <limits>
+
 #include "shoal/error.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
@@ -197,6 +199,14 @@ TEST(DdpOptions, DDP16_runs_on_a_part_of_the_world) {
   mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
   for (const int rank : mine) (mean_loss(reference->forward(batch(rank, 0))) / half.size()).backward();
   EXPECT_LT(difference(test::gradients(*model), test::gradients(*reference)), 1e-12);
+}
+
+TEST(DdpOptions, a_cap_that_stands_for_no_limit_makes_one_bucket) {
+  for (const double cap : {1e13, std::numeric_limits<double>::max(), std::numeric_limits<double>::infinity()}) {
+    auto model = seeded(1);
+    DistributedDataParallel parallel(model, group(), {.bucket_cap_mb = cap, .first_bucket_mb = cap});
+    EXPECT_EQ(parallel.buckets().size(), 1U) << cap;
+  }
 }
 
 TEST(DdpOptions, validate_lists_all_faults) {

@@ -6,6 +6,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <limits>
 #include <sstream>
 #include <thread>
 
@@ -196,6 +197,15 @@ TEST(Megatron, MEG14_reductions_leave_during_backward) {
     if (record.op == Op::reduce_scatter && record.issued < first_layer) ++early;
   }
   EXPECT_GE(early, 1) << "the last layer's gradients were on their way before the first layer's were there";
+}
+
+TEST(Megatron, MEG14_the_largest_bucket_size_makes_one_bucket) {
+  auto log = std::make_shared<CallLog>();
+  auto model = seeded(1);
+  Sgd optimizer(model, sgd, group().recorded(log), {.bucket_size = std::numeric_limits<int64_t>::max()});
+  backward(model, optimizer, 0);
+  optimizer.step();
+  EXPECT_EQ(log->count(Op::reduce_scatter), 1);
 }
 
 TEST(Megatron, MEG14_parameters_come_in_during_the_next_forward) {
