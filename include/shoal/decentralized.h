@@ -81,7 +81,7 @@ struct DecentralizedDataParallelOptions {
   bool average_buffers = false;  // global_avg() also averages floating-point buffers
   std::function<void(const PreAverage&)> pre_average_hook{};  // called from the second step on
   std::vector<std::string> ignored{};    // names of parameters and buffers that shoal does not touch
-  double neighbour_timeout_seconds = 5;  // a neighbour that is later is left out of the step
+  double neighbour_timeout_seconds = 5;  // a neighbour that is later is left out of the step; infinity: wait for it
 
   // Performance.
   double bucket_cap_mb = 25;         // MiB of parameters that are updated and published together

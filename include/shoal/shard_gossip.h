@@ -22,7 +22,7 @@ struct ShardGossipOptions {
   // exchange overlaps with a step. Off: average at the end of step k, which waits for the neighbours; a complete
   // topology with SGD (also with momentum) then equals ShardingStrategy::hybrid_shard.
   bool overlap = true;
-  double neighbour_timeout_seconds = 5;  // a host that is later is left out of the step
+  double neighbour_timeout_seconds = 5;  // a host that is later is left out of the step; infinity: wait for it
 
   // Performance.
   double bucket_cap_mb = 25;                       // MiB of a shard per exchange

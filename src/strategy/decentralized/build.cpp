@@ -9,6 +9,7 @@
 #include <numeric>
 #include <unordered_set>
 
+#include "base/limits.h"
 #include "engine/sharded/changed_values.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/module_checks.h"
@@ -30,9 +31,7 @@ constexpr int64_t most_rounds = 16;  // number of rounds whose exchanges may kee
 void DecentralizedDataParallelOptions::validate(int ranks) const {
   std::vector<std::string> faults;
   const auto positive = [&](const char* name, double value, const char* unit) {
-    if (!(value > 0) || !std::isfinite(value)) {
-      faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
-    }
+    if (!(value > 0)) faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
   };
   positive("bucket_cap_mb", bucket_cap_mb, "MiB");
   positive("neighbour_timeout_seconds", neighbour_timeout_seconds, "seconds");
@@ -223,7 +222,7 @@ void State::build_buckets(std::vector<size_t> order) {
 std::vector<GossipBucket> State::parts() const {
   std::vector<size_t> all(gradients.size());
   std::iota(all.begin(), all.end(), 0);
-  const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
+  const auto cap = bytes_of_mebibytes(options.bucket_cap_mb);
   std::vector<GossipBucket> list;
   for (const auto& members : plan_buckets(gradients, all, cap, cap)) {
     std::vector<NamedParameter> named;
@@ -249,7 +248,7 @@ void State::equip(GossipBucket& bucket) const {
 }
 
 void State::make_buckets(const std::vector<size_t>& order) {
-  const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
+  const auto cap = bytes_of_mebibytes(options.bucket_cap_mb);
   bucket_of.resize(gradients.size());
   std::vector<GossipBuffer> buffers;
   for (const auto& planned : plan_buckets(gradients, order, cap, cap)) {

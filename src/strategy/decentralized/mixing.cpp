@@ -8,6 +8,7 @@
 #include <map>
 #include <numeric>
 
+#include "base/limits.h"
 #include "shoal/telemetry.h"
 
 namespace shoal {
@@ -101,7 +102,7 @@ void Mixing::all_hold(size_t buffer, const at::Tensor& values) {
 }
 
 GossipChannel::Limit Mixing::limit() const {
-  return std::chrono::duration_cast<GossipChannel::Limit>(std::chrono::duration<double>(timeout_seconds_));
+  return wait_of(timeout_seconds_);
 }
 
 void Mixing::begin_step() {

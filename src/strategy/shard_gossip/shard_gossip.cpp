@@ -5,7 +5,6 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <cmath>
 #include <set>
 
 #include "comm/agreement/fail_together.h"
@@ -21,9 +20,7 @@ namespace shoal {
 void ShardGossipOptions::validate(int hosts) const {
   std::vector<std::string> faults;
   const auto positive = [&](const char* name, double value, const char* unit) {
-    if (!(value > 0) || !std::isfinite(value)) {
-      faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
-    }
+    if (!(value > 0)) faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
   };
   positive("neighbour_timeout_seconds", neighbour_timeout_seconds, "seconds");
   positive("bucket_cap_mb", bucket_cap_mb, "MiB");

@@ -2,6 +2,10 @@
 
 #include <torch/types.h>
 
+#include <chrono>
+#include <limits>
+#include <thread>
+
 #include "shoal/error.h"
 #include "tests/strategy/decentralized/decentralized_ring.h"
 
@@ -38,6 +42,24 @@ TEST(Decentralized, BEY03_a_rank_without_batches_passes_until_all_have_made_as_m
     parallel.global_avg();  // all ranks are there
     simulation.average();
     expect_equal(model, simulation);
+  }
+}
+
+TEST(Decentralized, DEC17_a_timeout_that_stands_for_ever_waits) {
+  for (const double forever : {1e10, std::numeric_limits<double>::max(), std::numeric_limits<double>::infinity()}) {
+    SCOPED_TRACE(forever);
+    auto simulation = simulated();
+    auto model = seeded(1);
+    DecentralizedDataParallel parallel(
+        model, plain(), group(), {.topology = ring(), .neighbour_timeout_seconds = forever, .bucket_cap_mb = forever});
+    for (int64_t step = 0; step < 3; ++step) {
+      if (me() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      mean_loss(parallel.forward(batch(me(), step))).backward();
+      simulation.step(loss_of(step));
+    }
+    expect_equal(model, simulation);
+    EXPECT_EQ(parallel.statistics().skipped + parallel.statistics().older, 0);
+    EXPECT_EQ(parallel.buckets().size(), 1U);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <torch/types.h>
 
 #include <cstdlib>
+#include <limits>
 
 #include "shoal/error.h"
 #include "tests/strategy/decentralized/decentralized_simulation.h"
@@ -138,7 +139,8 @@ TEST(ShardGossip, DEC19_a_host_without_an_update_mixes_all_the_same) {
   Simulation<MlpImpl> simulation(topology, make_mlp, sgd);
   const auto model = make_mlp();
   Sharded parallel(model, hosts.inside, by_layer());
-  Gossip optimizer(parallel, hosts.across, sgd, {.topology = topology, .neighbour_timeout_seconds = 20});
+  constexpr auto forever = std::numeric_limits<double>::infinity();
+  Gossip optimizer(parallel, hosts.across, sgd, {.topology = topology, .neighbour_timeout_seconds = forever});
   const int host = group().rank() / size;
   for (int64_t step = 0; step < 6; ++step) {
     const auto idles = [&](int of) { return step == 3 && of == 0; };
