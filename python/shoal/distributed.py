@@ -84,6 +84,8 @@ def _create_backend(options, backend_options: Options | None) -> dist.Backend:
         raise UsageError(
             f"pg_options of the backend shoal are shoal.distributed.Options, not {type(backend_options).__name__}"
         )
+    if options.timeout < timedelta(milliseconds=1):
+        raise UsageError("the timeout of a process group must be at least 1 ms, and below 290,000 years, PyTorch's most")
     ranks = list(options.global_ranks_in_group)
     world = _group_or_none(dist.group.WORLD) if ranks and dist.is_initialized() else None
     if _given is not None:

@@ -3,23 +3,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <set>
 #include <utility>
 
+#include "base/limits.h"
 #include "comm/rendezvous/world_state.h"
 #include "elastic/elastic_state.h"
 #include "engine/sharded/second_copies.h"
 
 namespace shoal {
-namespace {
-
-std::chrono::milliseconds milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(1000 * seconds)));
-}
-
-}  // namespace
 
 Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, DistributedSampler* divides,
                       const ElasticOptions& chosen, ElasticTraining* of_registry)
@@ -60,9 +52,9 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
         world.group().all_reduce(std::vector<double>{static_cast<double>(least_ranks)}, ReduceOp::max)[0]);
     batch.begin();
   }
-  longest_wait = milliseconds(options.straggler_seconds);
+  longest_wait = wait_of(options.straggler_seconds);
   generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, least_ranks},
-                                              milliseconds(options.silent_host_seconds));
+                                              wait_of(options.silent_host_seconds));
   if (generations->is_newcomer()) {
     begun = in_place = proven = false;
     naming_checkpoint([this] { recover(nullptr); });

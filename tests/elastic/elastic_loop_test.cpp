@@ -368,6 +368,15 @@ TEST(ElasticLoop, ELA08_a_rank_that_is_stopped_is_waited_for) {
   EXPECT_EQ(verdict.text, "");
 }
 
+TEST(ElasticLoop, ELA01_a_limit_that_is_too_long_is_refused_with_the_longest) {
+  try {
+    ElasticOptions{.silent_host_seconds = 1e7}.validate(2);
+    ADD_FAILURE() << "no error";
+  } catch (const UsageError& error) {
+    EXPECT_STREQ(error.what(), "ElasticOptions: silent_host_seconds is 10000000: give 0.5 or more, below 1e6");
+  }
+}
+
 TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
   const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
     std::string all;

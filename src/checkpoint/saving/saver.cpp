@@ -5,6 +5,7 @@
 #include <future>
 #include <numeric>
 
+#include "base/limits.h"
 #include "base/start_thread.h"
 #include "checkpoint/saving/save_job.h"
 #include "comm/group/group_state.h"
@@ -81,7 +82,7 @@ void CheckpointSaver::save(const CheckpointContents& contents) {
 void CheckpointSaver::save_async(const CheckpointContents& contents) {
   wait();
   std::shared_ptr<SaveJob> job = state_->start(contents);
-  job->detach(state_->buffer, state_->options.snapshot_mb << 20);
+  job->detach(state_->buffer, bytes_of_mebibytes(static_cast<double>(state_->options.snapshot_mb)));
   state_->background = start_async("saves a checkpoint", [job] { job->finish(); });
 }
 
