@@ -344,7 +344,10 @@ const Exceptions& of_fsdp() {
 // operators finds out, nor when the wrapper has gone.
 Exceptions of_gathered(Exception::Where where) {
   return all({"evaluation_of_one_rank_while_others_wait"},
-             {Exception::refused, {"ranks wait for each other in different groups"}, 2, where}) +
+             {Exception::refused,
+              {"ranks wait for each other in different groups", "which unit FullyShardedDataParallel gathers"},
+              2,
+              where}) +
          all({"program_reinforce"}, {Exception::refused, {"all ranks must call the wrapper's forward"}, 2, where}) +
          all({"parameters_read_by_accessor", "torch_save_of_the_model_between_steps",
               "torch_save_of_a_list_of_parameters", "load_what_was_saved_in_training",

@@ -49,7 +49,10 @@ const char* GatherOrder::text(int64_t said) {
 
 std::vector<GatherOrder::Answer> GatherOrder::answers_to(const Answer& mine) const {
   auto all = at::empty({2 * group_.size()}, at::kLong);
-  group_.all_gather(all, at::tensor({mine.said, mine.pages}, at::kLong), {-1, -1, "what to gather"}).wait();
+  group_
+      .all_gather(all, at::tensor({mine.said, mine.pages}, at::kLong),
+                  {-1, -1, "which unit FullyShardedDataParallel gathers (forwards: equally many on all ranks)"})
+      .wait();
   std::vector<Answer> answers;
   const auto* numbers = all.const_data_ptr<int64_t>();
   for (int rank = 0; rank < group_.size(); ++rank) answers.push_back({numbers[2 * rank], numbers[2 * rank + 1]});
