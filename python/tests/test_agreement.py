@@ -115,7 +115,7 @@ def test_PY07_a_model_that_differs_or_is_loaded_on_one_rank_is_named():
             model.module.load_state_dict(models.make("gpt").state_dict())
 
     for error in errors(STRATEGIES["ddp"], alone):
-        assert "DisagreeError" in error and "load_state_dict() (load on every rank) or gradients set by hand" in error, error
+        assert "DisagreeError" in error and "loaded or written (alike on every rank), or gradients set by hand" in error, error
 
     def same(rank, model, optimizer):
         net = copy.deepcopy(model.module)
@@ -123,6 +123,25 @@ def test_PY07_a_model_that_differs_or_is_loaded_on_one_rank_is_named():
         model.load_state_dict(model.state_dict())
 
     assert errors(STRATEGIES["ddp"], same) == [None, None]
+
+
+# As in programs that initialise a model after it was wrapped, by functions of PyTorch's older examples.
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_PY07_values_of_each_rank_by_the_data_of_parameters_are_named(strategy):
+    def initialise(module):
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
+
+    def on_rank(rank):
+        for seed in (5, rank):
+            model, optimizer = STRATEGIES[strategy](models.make("lstm"), None, None)
+            torch.manual_seed(seed)
+            model.apply(initialise)
+            losses_of(model, optimizer, "lstm", steps=1)
+            del model, optimizer
+
+    for error in errors_on_ranks(on_rank):
+        assert "DisagreeError: " in error and "ranks disagree at item " in error, error
 
 
 def test_PY06_rates_are_tensors_or_numbers_of_numpy():

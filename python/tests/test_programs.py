@@ -1,6 +1,5 @@
 """Programs as other people write them, in their order of calls: what they train equals one process."""
 
-import contextlib
 import math
 
 import pytest
@@ -12,7 +11,7 @@ import shoal
 from loops import each_strategy
 from ranks import on_ranks
 from test_local_training import decentralized
-from test_wrappers import STRATEGIES, mean_loss
+from test_wrappers import STRATEGIES, group_over, mean_loss
 
 MICROS, STEPS = 3, 4
 
@@ -24,7 +23,8 @@ def rate_at(step):
 
 
 def test_PY05_the_loop_of_nanogpt():
-    """Rates written to param_groups, accumulation whose last micro-batch alone reduces, clipping, evaluation in between."""
+    """Rates written to param_groups, accumulation whose last micro-batch alone reduces by an attribute of PyTorch's wrapper, clipping,
+    evaluation in between."""
 
     def alone():
         net = models.make("gpt")
@@ -59,10 +59,11 @@ def test_PY05_the_loop_of_nanogpt():
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(step)
             for micro in range(MICROS):
-                with model.no_sync() if micro < MICROS - 1 else contextlib.nullcontext():
-                    x, y = models.batch("gpt", MICROS * step + micro, dist.get_rank())
-                    loss = models.loss_of(model(x), y) / MICROS
-                    loss.backward()
+                model.require_backward_grad_sync = micro == MICROS - 1
+                x, y = models.batch("gpt", MICROS * step + micro, dist.get_rank())
+                loss = models.loss_of(model(x), y) / MICROS
+                loss.backward()
+            assert model._core.step() == step + 1
             clip(0.5) if clip else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -160,6 +161,116 @@ def test_PY05_a_gan_with_two_optimizers(strategy):
         for step in range(4):
             found += [mean_loss(loss) for loss in gan_step(parts, step, rank)]
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-6, (found, expected)
+
+    on_ranks(trains)
+
+
+def test_PY05_require_backward_grad_sync_is_the_scope_of_no_sync():
+    def trains(rank):
+        for wrap in (STRATEGIES["ddp"], STRATEGIES["zero2"], STRATEGIES["fsdp"], lambda net, *_: decentralized(net, None)):
+            model, _ = wrap(torch.nn.Linear(2, 1), None, None)
+
+            def steps(model=model):
+                before = model._core.step()
+                model(torch.ones(1, 2)).sum().backward()
+                return model._core.step() - before
+
+            model.require_backward_grad_sync = True
+            assert model.require_backward_grad_sync and steps() == 1
+            model.require_backward_grad_sync = False
+            with model.no_sync():
+                assert steps() == 0
+                model.require_backward_grad_sync = True
+                assert steps() == 1
+            assert not model.require_backward_grad_sync and steps() == 0
+            model.require_backward_grad_sync = 1
+            with model.no_sync():
+                assert steps() == 0
+            assert model.require_backward_grad_sync and steps() == 1
+
+    on_ranks(trains)
+
+
+def ascend(parameters):
+    """The first step of sharpness-aware training: up the gradients. Returns what takes it back."""
+    own = [parameter.data.clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=0.5)
+            parameter.grad = None
+    return own
+
+
+def train_sharpness_aware(rank, net, loss_of, local_backward, optimizer, reduce=None):
+    for step in range(4):
+        local_backward(lambda step=step: loss_of(step))
+        own = ascend(list(net.parameters()))
+        loss_of(step).backward()
+        if reduce:
+            reduce()
+        for parameter, value in zip(net.parameters(), own, strict=True):
+            parameter.data.copy_(value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("begins", ["as it is", "written", "written to data", "loaded"])
+def test_PY05_sharpness_aware_training_ascends_by_gradients_of_each_rank(begins):
+    def made():
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+
+    def begin(net):
+        with torch.no_grad():
+            if begins == "loaded":
+                net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
+            elif begins != "as it is":
+                for parameter in net.parameters():
+                    (parameter.data if begins == "written to data" else parameter).mul_(0.5)
+
+    def trains(rank):
+        def loss_with(model):
+            return lambda step: model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))).pow(2).mean()
+
+        def around(model, loss):
+            with model.no_sync():
+                loss().backward()
+
+        def around_backward(model, loss):
+            value = loss()
+            with model.no_sync():
+                value.backward()
+
+        def by_attribute(model, loss):
+            model.require_backward_grad_sync = False
+            loss().backward()
+            model.require_backward_grad_sync = True
+
+        def reduce():
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2
+
+        net = made()
+        begin(net)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        expected = train_sharpness_aware(rank, net, loss_with(net), lambda loss: loss().backward(), sgd, reduce)
+        for transport in ("host", "tcp"):
+            group = group_over(transport)
+            for local in (around, around_backward, by_attribute):
+                for zero1 in (False, True):
+                    net = made()
+                    kind = shoal.optim.OSS if zero1 else torch.optim.SGD
+                    inner = (torch.optim.SGD, group) if zero1 else ()
+                    optimizer = kind(net.parameters(), *inner, lr=0.1, momentum=0.9)
+                    model = shoal.nn.DistributedDataParallel(net, group)
+                    begin(net)
+                    found = train_sharpness_aware(
+                        rank, net, loss_with(model), lambda loss, local=local, model=model: local(model, loss), optimizer
+                    )
+                    for one, other in zip(found, expected, strict=True):
+                        torch.testing.assert_close(one, other, msg=f"{transport} {local.__name__} zero1: {zero1}")
 
     on_ranks(trains)
 

@@ -83,7 +83,8 @@ class Wrapper(Wrapped):
         self._core = core
         self._mirror = mirror
         self._ignored = ignored  # ids of parameters
-        self._accumulates = 0  # scopes of no_sync
+        self._syncs = True  # in place of the scope for torch.compile, which guards what forward reads
+        self._scope: Any = None  # of no_sync
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
@@ -115,13 +116,29 @@ class Wrapper(Wrapped):
         if not accumulate:
             yield
             return
-        scope = self._core.no_sync()
-        self._accumulates += 1
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._accumulates -= 1
-            scope.end()
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False: backward accumulates as within no_sync(), until it is True again. An attribute of PyTorch's
+        DistributedDataParallel, which many programs set in place of the scope."""
+        return self._syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if bool(value) != self.require_backward_grad_sync:
+            self._set_sync(bool(value))
+
+    def _set_sync(self, sync: bool) -> None:
+        if sync:
+            self._scope.end()
+        self._scope = None if sync else self._core.no_sync()
+        self._syncs = sync
 
     def backward(self, loss_sum: torch.Tensor, weight: float) -> None:
         """Backward of a loss that is a sum over `weight` samples or tokens: gradients become the sum over all ranks and

@@ -16,7 +16,7 @@ from ._torch_options import DDP, without_torch_options
 from ._wrapper import COMM_HOOK_ADVICE, Wrapper
 
 # For errors, which have room for so much.
-_WRITTEN = "parameters after load_state_dict() (load on every rank) or gradients set by hand"
+_WRITTEN = "parameters loaded or written (alike on every rank), or gradients set by hand"
 
 # Wrappers that live.
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -59,7 +59,8 @@ class DistributedDataParallel(Wrapper):
     The constructor is collective. It compares the models of all ranks (DisagreeError) and broadcasts rank 0's values.
     If parameters are loaded, or written and no step lies between, the next forward compares the values of all ranks. One
     rank may load other values for an evaluation by load_state_dict() if it restores its own before that.
-    Writes in place after a step are not compared, as in PyTorch.
+    Writes in place after a step, or after a backward within no_sync() (perturbations by this rank's gradients), are not
+    compared, as in PyTorch; those to `.data` are only before the first forward.
     """
 
     _elsewhere = {
@@ -78,27 +79,34 @@ class DistributedDataParallel(Wrapper):
         options = with_ignored_of_torch("DistributedDataParallel", module, options)
         ignored = parameters_where(module, set(options.get("ignored", ())).__contains__)
         super().__init__(module, mirror, _C.DistributedDataParallelCore(mirror, group, options), ignored)
-        self._group = group
         self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]
-        self._seen = self._versions(), 0
-        # Digests of the values of all ranks at _seen. None after steps: it would take a pass over the parameters in each.
-        self._common: list[int] | None = self._digests()
         self._loads = Loads(module, (parameter for _, parameter in self._watched))
-        self._compares = False
         self._equal = False  # an optimizer of shoal has written values since
+        self._first = True  # no forward has trained yet
+        self._regrouped(group)
         _wrappers.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and not self._accumulates:
+        if self.training and torch.is_grad_enabled() and self.require_backward_grad_sync:
             _C.uncompiled(_compare_if_written, self)  # compiled, the versions of the first call would stay for good
         return super().forward(*args, **kwargs)
+
+    def _set_sync(self, sync: bool) -> None:
+        super()._set_sync(sync)
+        if sync:
+            self._local = True
+        else:
+            _C.uncompiled(_note_writes, self)
 
     def _regrouped(self, group: _C.Group) -> None:
         super()._regrouped(group)
         self._seen = self._versions(), self._core.step()
-        self._common = self._digests()
+        # Digests of the values of all ranks at _seen. None after steps: it would take a pass over the parameters in each.
+        self._common: list[int] | None = self._digests()
         self._loads.clear()
         self._compares = False
+        self._due: list[int] | None = None  # digests that the next forward compares
+        self._local = False  # gradients of this rank alone may have changed values since
 
     def _versions(self) -> int:
         return sum(parameter._version for _, parameter in self._watched)
@@ -107,24 +115,37 @@ class DistributedDataParallel(Wrapper):
         return [_C.digest(parameter.detach()) for _, parameter in self._watched]
 
 
-def _compare_if_written(model: DistributedDataParallel) -> None:
-    """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
-    model._core.settle()  # a step that has failed: other ranks are still in its sums
+def _note_writes(model: DistributedDataParallel) -> None:
+    """Takes the digests for a comparison if parameters were loaded, or written and nothing explains it: a step, or gradients of
+    this rank within no_sync()."""
     versions, steps = model._seen
     now = model._versions(), model._core.step()
     loaded = model._compares or model._loads.count()
-    unreduced = now[1] == steps and not model._equal
-    if not unreduced:
+    stepped = now[1] != steps or model._equal
+    if stepped:
         model._common = None
-    model._equal = False
-    if now[0] == versions and not loaded:
+    # Versions do not count writes to `.data`, of which functions that initialise a model are full.
+    unseen = model._first and not stepped and model._digests() != model._common
+    explained = stepped or model._local
+    model._equal = model._first = model._local = False
+    if now[0] == versions and not loaded and not unseen:
         return
     model._seen = now
     model._loads.clear()
     model._compares = False
-    if not loaded and not unreduced:
+    if loaded or not explained:
+        model._due = model._digests()
+    else:
+        model._common = None
+
+
+def _compare_if_written(model: DistributedDataParallel) -> None:
+    """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
+    model._core.settle()  # a step that has failed: other ranks are still in its sums
+    _note_writes(model)
+    digests, model._due = model._due, None
+    if digests is None:
         return
-    digests = model._digests()
     if digests != model._common:
         items = [f"{name} with digest {digest:x}" for (name, _), digest in zip(model._watched, digests, strict=True)]
         _C.agree(model._group, _WRITTEN, items)
