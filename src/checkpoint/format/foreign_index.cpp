@@ -18,6 +18,7 @@ namespace {
 void add(CheckpointIndex& index, const std::string& file, const std::string& name, const SafetensorsEntry& entry) {
   StoredTensor tensor{.name = name, .part = "model", .dtype = entry.dtype->type, .shape = entry.shape};
   tensor.slices.push_back({.file = file, .range = {0, tensor.numel()}});
+  if (tensor.dtype == at::ScalarType::Undefined) tensor.foreign_bytes = entry.bytes;
   index.tensors.emplace(name, std::move(tensor));
 }
 

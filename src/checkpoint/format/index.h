@@ -29,6 +29,7 @@ struct StoredTensor {
   std::vector<int64_t> order{};  // order of dimensions, slowest first, in which elements are counted; empty: row-major
   std::vector<StoredSlice> slices{};  // ascending and disjoint; together they cover the tensor
   std::string same_as{};              // another tensor with the same bytes (tied weights in .pt files); empty: none
+  int64_t foreign_bytes = 0;          // of a tensor whose dtype is Undefined
 
   int64_t numel() const;
 };

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -36,11 +37,19 @@ const SafetensorsDtype* find_safetensors_dtype(at::ScalarType type);
 // Number of elements; -1 if a size is negative, or the count or its bytes exceed 63 bits.
 int64_t checked_numel(const std::vector<int64_t>& shape);
 
+// Bytes of a file with one CRC-32, such as a record of a .pt file.
+struct ChecksummedBytes {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+  uint32_t checksum = 0;
+};
+
 struct SafetensorsEntry {
   const SafetensorsDtype* dtype = nullptr;
   std::vector<int64_t> shape;
   int64_t offset = 0;  // bytes, in the file
   int64_t bytes = 0;
+  std::optional<ChecksummedBytes> record{};  // of a .pt file, that with the tensor, unless it has no checksum
 };
 
 struct SafetensorsHeader {

@@ -24,7 +24,8 @@ SafetensorsHeader header_of_pt(const InputFile& file) {
     const SafetensorsEntry entry{.dtype = find_safetensors_dtype(found.dtype),
                                  .shape = slice_shape(tensor, all),
                                  .offset = found.offset,
-                                 .bytes = found.bytes};
+                                 .bytes = found.bytes,
+                                 .record = found.record};
     if (!header.tensors.emplace(slice_key(tensor, all), entry).second) {
       throw CheckpointError(fmt::format("{}: two tensors are called {:.200}", file.path().string(), printable(name)));
     }

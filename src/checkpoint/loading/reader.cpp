@@ -66,7 +66,7 @@ std::pair<fs::path, CheckpointIndex> open_path(const fs::path& path) {
 
 class CheckpointReader::Files : public SliceSource {
  public:
-  Files(fs::path found, bool verify) : Files(found, open_path(found), verify) {}
+  Files(fs::path found, bool verify, bool whole_records) : Files(found, open_path(found), verify, whole_records) {}
 
   std::string name() const override { return path_.string(); }
   const CheckpointIndex& index() const override { return index_; }
@@ -76,11 +76,11 @@ class CheckpointReader::Files : public SliceSource {
   const fs::path& folder() const { return folder_; }
 
  private:
-  Files(fs::path found, std::pair<fs::path, CheckpointIndex> opened, bool verify)
+  Files(fs::path found, std::pair<fs::path, CheckpointIndex> opened, bool verify, bool whole_records)
       : path_(std::move(found)),
         folder_(std::move(opened.first)),
         index_(std::move(opened.second)),
-        files_(folder_, index_, verify) {}
+        files_(folder_, index_, verify, whole_records) {}
 
   fs::path path_;
   fs::path folder_;
@@ -88,8 +88,8 @@ class CheckpointReader::Files : public SliceSource {
   StoredFiles files_;
 };
 
-CheckpointReader::CheckpointReader(const fs::path& path, bool verify)
-    : CheckpointReader(std::make_shared<Files>(find_checkpoint(path), verify)) {}
+CheckpointReader::CheckpointReader(const fs::path& path, bool verify, bool whole_records)
+    : CheckpointReader(std::make_shared<Files>(find_checkpoint(path), verify, whole_records)) {}
 
 CheckpointReader::CheckpointReader(std::shared_ptr<Files> files) : SliceReader(files), files_(std::move(files)) {}
 
@@ -99,17 +99,20 @@ const fs::path& CheckpointReader::path() const {
 
 CheckpointReader::Verified CheckpointReader::verify() const {
   Verified verified;
-  StoredFiles files(files_->folder(), index(), /*verify=*/true);
+  StoredFiles files(files_->folder(), index(), /*verify=*/true, /*whole_records=*/true);
   std::vector<char> piece(piece_bytes);
   for (const auto& [name, tensor] : index().tensors) {
-    if (tensor.dtype == at::ScalarType::Undefined) continue;
+    if (tensor.dtype == at::ScalarType::Undefined) {
+      ++verified.unread;
+      continue;
+    }
     const auto element = static_cast<int64_t>(c10::elementSize(tensor.dtype));
     for (const auto& slice : tensor.slices) {
       for (auto begin = slice.range.begin; begin < slice.range.end; begin += piece_bytes / element) {
         files.read(tensor, Range{begin, begin + piece_bytes / element}.intersect(slice.range), piece.data());
       }
       verified.bytes += slice.range.size() * element;
-      if (slice.checksums.empty()) verified.unchecked += slice.range.size() * element;
+      if (!files.has_checksums(tensor, slice)) verified.unchecked += slice.range.size() * element;
     }
   }
   return verified;
@@ -129,7 +132,7 @@ CheckpointReader open_checkpoint(const Group& group, const fs::path& path, bool 
   });
   found = broadcast_text(group, found, 0, {-1, -1, "checkpoint"});
   std::optional<CheckpointReader> reader;
-  on_all_ranks(group, "checkpoint", [&] { reader.emplace(found, verify); });
+  on_all_ranks(group, "checkpoint", [&] { reader.emplace(found, verify, /*whole_records=*/group.size() == 1); });
   return std::move(*reader);
 }
 

@@ -16,8 +16,9 @@ namespace shoal {
 // around them. index(): for files of other programs, step 0, no state, one rank. Not collective.
 class CheckpointReader : public SliceReader {
  public:
-  // path: as for find_checkpoint(). verify: compare checksums when bytes are first read.
-  explicit CheckpointReader(const std::filesystem::path& path, bool verify = true);
+  // path: as for find_checkpoint(). verify: compare checksums when bytes are first read. whole_records: also of .pt files,
+  // of which a tensor is then read twice, and all of it where a part is asked for.
+  explicit CheckpointReader(const std::filesystem::path& path, bool verify = true, bool whole_records = true);
 
   // The folder or file that was found.
   const std::filesystem::path& path() const;
@@ -25,6 +26,7 @@ class CheckpointReader : public SliceReader {
   struct Verified {
     int64_t bytes = 0;      // of all tensors
     int64_t unchecked = 0;  // bytes of tensors without checksums
+    int64_t unread = 0;     // tensors of a dtype that libtorch does not have
   };
   // Reads and checks everything, whatever `verify` was.
   Verified verify() const;
@@ -36,7 +38,8 @@ class CheckpointReader : public SliceReader {
   std::shared_ptr<Files> files_;
 };
 
-// Opens the same checkpoint on every rank, although `latest` may change at any time: rank 0 resolves the path.
+// Opens the same checkpoint on every rank, although `latest` may change at any time: rank 0 resolves the path. Several
+// ranks, which read a part each, do not compare checksums of .pt files.
 // Collective; throws on every rank.
 CheckpointReader open_checkpoint(const Group& group, const std::filesystem::path& path, bool verify = true);
 

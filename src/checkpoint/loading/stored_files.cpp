@@ -5,14 +5,15 @@
 
 #include <algorithm>
 
+#include "base/printable.h"
 #include "checkpoint/format/crc32.h"
 #include "checkpoint/saving/pieces.h"
 #include "shoal/error.h"
 
 namespace shoal {
 
-StoredFiles::StoredFiles(std::filesystem::path folder, const CheckpointIndex& index, bool verify)
-    : folder_(std::move(folder)), index_(index), verify_(verify) {}
+StoredFiles::StoredFiles(std::filesystem::path folder, const CheckpointIndex& index, bool verify, bool whole_records)
+    : folder_(std::move(folder)), index_(index), verify_(verify), whole_records_(verify && whole_records) {}
 
 const SafetensorsReader& StoredFiles::file(const std::string& name) {
   constexpr size_t most_open = 64;
@@ -38,9 +39,33 @@ StoredFiles::Place& StoredFiles::place(const StoredTensor& tensor, const StoredS
                                       slice_key(tensor, slice.range), entry.dtype->name, fmt::join(entry.shape, ", "),
                                       find_safetensors_dtype(tensor.dtype)->name, fmt::join(shape, ", ")));
   }
+  if (whole_records_ && entry.record) check_record(tensor, reader.file(), *entry.record);
   return places_
       .emplace(&slice, Place{entry.offset, entry.bytes, std::vector<bool>(verify_ ? slice.checksums.size() : 0)})
       .first->second;
+}
+
+bool StoredFiles::has_checksums(const StoredTensor& tensor, const StoredSlice& slice) {
+  return !slice.checksums.empty() || slice.range.size() == 0 ||
+         file(slice.file).entry(slice_key(tensor, slice.range)).record.has_value();
+}
+
+void StoredFiles::check_record(const StoredTensor& tensor, const InputFile& input, const ChecksummedBytes& record) {
+  const auto key = std::pair(input.path(), record.offset);
+  if (checked_.contains(key)) return;
+  uint32_t found = 0;
+  for (int64_t begin = 0; begin < record.bytes; begin += piece_bytes) {
+    block_.resize(piece_bytes);
+    const auto size = std::min(piece_bytes, record.bytes - begin);
+    input.expect(std::min(2 * piece_bytes, record.bytes - begin), record.offset + begin);
+    input.read(block_.data(), size, record.offset + begin);
+    found = crc32(block_.data(), static_cast<size_t>(size), found);
+  }
+  if (found != record.checksum) {
+    throw CheckpointError(fmt::format("{} is damaged: the storage of tensor {} has checksum {:08x}, saved was {:08x}",
+                                      input.path().string(), printable(tensor.name), found, record.checksum));
+  }
+  checked_.insert(key);
 }
 
 void StoredFiles::check(const StoredTensor& tensor, const StoredSlice& slice, int64_t block, const char* data,

@@ -46,8 +46,8 @@ void add(Pickler& pickler, const PickledTensor& tensor) {
   const auto* dtype = std::find_if(std::begin(storage_types), std::end(storage_types),
                                    [&](const StorageType& known) { return known.type == tensor.dtype; });
   if (dtype == std::end(storage_types) || *dtype->storage == 0) {
-    throw UsageError(fmt::format("tensor {} is {}, which .pt files do not hold; save a .safetensors file", tensor.name,
-                                 c10::toString(tensor.dtype)));
+    throw UsageError(fmt::format("tensor {} is {}, which shoal does not write into .pt files; save a .safetensors file",
+                                 tensor.name, c10::toString(tensor.dtype)));
   }
   pickler.text(tensor.name);
   pickler.global("torch._utils", "_rebuild_tensor_v2");

@@ -11,6 +11,7 @@
 
 #include "base/printable.h"
 #include "checkpoint/format/atomic_file.h"
+#include "checkpoint/format/crc32.h"
 #include "checkpoint/format/safetensors_format.h"
 #include "checkpoint/pt/pickle.h"
 #include "checkpoint/pt/unpickle.h"
@@ -73,6 +74,9 @@ class PtReader {
     if (record.bytes > limit) refuse(fmt::format("{} of {} bytes; at most {} are read", name, record.bytes, limit));
     std::string text(static_cast<size_t>(record.bytes), '\0');
     file_.read(text.data(), record.bytes, zip_data(file_, name, record));
+    if (record.checksum != 0 && crc32(text.data(), text.size()) != record.checksum) {
+      refuse(fmt::format("is damaged: {} does not have its checksum", name));
+    }
     return text;
   }
 
@@ -91,7 +95,10 @@ class PtReader {
     const auto room = record->second.bytes / element;
     if (numel > room || tensor.offset > room - numel) refuse(tensor, "lies beyond its storage");
     placed.order = *order;
-    placed.offset = zip_data(file_, key, record->second) + tensor.offset * element;
+    const auto begin = zip_data(file_, key, record->second);
+    const auto checksum = record->second.checksum;
+    if (checksum != 0) placed.record = {.offset = begin, .bytes = record->second.bytes, .checksum = checksum};
+    placed.offset = begin + tensor.offset * element;
     placed.bytes = numel * element;
     return placed;
   }

@@ -5,12 +5,14 @@
 
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/input_file.h"
 #include "checkpoint/format/index.h"
+#include "checkpoint/format/safetensors_format.h"
 
 namespace shoal {
 
@@ -21,10 +23,11 @@ struct PtTensor {
   std::vector<int64_t> order{};  // as StoredTensor has it
   int64_t offset = 0;            // bytes, in the file
   int64_t bytes = 0;
+  std::optional<ChecksummedBytes> record{};  // with its storage; nothing: the writer left checksums out
 };
 
 // Tensors by name, see unpickle_tensors(). Trusts no byte: CheckpointError that names the file, and the tensor that lies
-// beyond its storage, overlaps itself, or has gaps.
+// beyond its storage, overlaps itself, or has gaps; or that the pickle does not have its checksum.
 std::map<std::string, PtTensor> read_pt(const InputFile& file);
 
 // Writes a state_dict that torch.load opens. Row-major tensors; those that are one tensor share their storage there.

@@ -268,7 +268,9 @@ class Unpickler {
           std::find_if(std::begin(storage_types), std::end(storage_types), [&](const StorageType& dtype) {
             return *dtype.storage != 0 && items[1]->text == fmt::format("torch {}", dtype.storage);
           });
-      if (found == std::end(storage_types)) refuse(fmt::format("a tensor on a {:.100}", printable(items[1]->global)));
+      if (found == std::end(storage_types))
+        refuse(fmt::format("a tensor on a {:.100}, whose dtype shoal does not read: save it as another one in Python",
+                           printable(items[1]->global)));
       value.tensor->dtype = found->type;
       value.typed = true;
     }
@@ -344,12 +346,10 @@ class Flattening {
   explicit Flattening(Unpickler& unpickler) : unpickler_(unpickler) {}
 
   void visit(const Value& value, const std::string& name, int depth) {
-    constexpr int deepest = 64;
-    constexpr int64_t most = 1'000'000, most_bytes = int64_t{64} << 20;
+    constexpr int64_t most_bytes = int64_t{64} << 20;
+    count(depth);
     name_bytes_ += static_cast<int64_t>(name.size());
-    if (depth > deepest || ++visited_ > most || name_bytes_ > most_bytes) {
-      unpickler_.refuse("dictionaries nested beyond all limits");
-    }
+    if (name_bytes_ > most_bytes) unpickler_.refuse("dictionaries nested beyond all limits");
     if (value.kind == Kind::tensor) {
       if (!names_.insert(name).second) unpickler_.refuse(fmt::format("tensor {:.200} occurs twice", printable(name)));
       if (!is_utf8(name)) {
@@ -367,7 +367,10 @@ class Flattening {
     if (value.kind != Kind::dictionary) return;
     for (size_t i = 0; i < value.items.size(); i += 2) {
       const auto& key = *value.items[i];
-      if (key.kind != Kind::text && key.kind != Kind::number) continue;
+      if (key.kind != Kind::text && key.kind != Kind::number) {
+        if (holds_tensor(*value.items[i + 1], depth + 1)) refuse_key(key, name);
+        continue;
+      }
       visit(*value.items[i + 1], inside(key.kind == Kind::text ? std::string(key.text) : std::to_string(key.number)),
             depth + 1);
     }
@@ -375,6 +378,24 @@ class Flattening {
   std::vector<PickledTensor> take() { return std::move(tensors_); }
 
  private:
+  void count(int depth) {
+    constexpr int deepest = 64;
+    constexpr int64_t most = 1'000'000;
+    if (depth > deepest || ++visited_ > most) unpickler_.refuse("dictionaries nested beyond all limits");
+  }
+  bool holds_tensor(const Value& value, int depth) {
+    count(depth);
+    return value.kind == Kind::tensor || std::any_of(value.items.begin(), value.items.end(),
+                                                     [&](const Value* item) { return holds_tensor(*item, depth + 1); });
+  }
+  [[noreturn]] void refuse_key(const Value& key, const std::string& name) const {
+    unpickler_.refuse(
+        fmt::format("a tensor{} lies under a key that is {}: shoal takes texts and whole numbers of up to 64 "
+                    "bits; rename it in Python",
+                    name.empty() ? "" : fmt::format(" in {:.200}", printable(name)),
+                    key.kind == Kind::tuple ? "a tuple" : "None, a truth value, a float, bytes or the like"));
+  }
+
   Unpickler& unpickler_;
   std::vector<PickledTensor> tensors_;
   std::set<std::string> names_;

@@ -117,7 +117,9 @@ std::map<std::string, ZipRecord> zip_directory(const InputFile& file) {
     read_large(file, rest.substr(entry_bytes + name, extra), size, stored, offset);
     const bool encrypted = (number_at<uint16_t>(rest, 8) & 1U) != 0;
     const bool plain = !encrypted && number_at<uint16_t>(rest, 10) == 0 && size == stored;
-    if (!records.emplace(key, ZipRecord{checked_place(file, offset), checked_place(file, size), plain}).second) {
+    const ZipRecord record{checked_place(file, offset), checked_place(file, size), plain,
+                           number_at<uint32_t>(rest, 16)};
+    if (!records.emplace(key, record).second) {
       refuse_zip(file, fmt::format("zip record {:.200} occurs twice", key));
     }
     rest.remove_prefix(whole);

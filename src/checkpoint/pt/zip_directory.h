@@ -12,7 +12,8 @@ namespace shoal {
 struct ZipRecord {
   int64_t header = 0;  // where its local header lies
   int64_t bytes = 0;
-  bool plain = true;  // neither compressed nor encrypted
+  bool plain = true;      // neither compressed nor encrypted
+  uint32_t checksum = 0;  // CRC-32 of the bytes; 0: the writer left it out
 };
 
 // Records by name. CheckpointError that names the file and what is wrong: a directory that is not there, beyond the
