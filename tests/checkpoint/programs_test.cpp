@@ -164,5 +164,21 @@ TEST(Programs, BEY05_inspect_verify_export) {
   EXPECT_EQ(shoal({"inspect", folder.file("nowhere")}).code, 1);
 }
 
+TEST(Programs, tensors_of_a_dtype_that_libtorch_lacks_are_listed_and_not_called_intact) {
+  const test::TempFolder folder;
+  std::string header = R"({"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)";
+  header += R"("a":{"dtype":"F4","shape":[2097152],"data_offsets":[4,1048580]}})";
+  const uint64_t length = header.size();
+  std::ofstream file(folder.file("f4.safetensors"), std::ios::binary);
+  file.write(reinterpret_cast<const char*>(&length), sizeof length);
+  file << header << std::string(1048580, '\0') << std::flush;
+  const auto listed = run({SHOAL, "checkpoint", "inspect", folder.file("f4.safetensors")}, 20);
+  EXPECT_THAT(listed.output, HasSubstr("model: 2 tensors, 1.000 MiB")) << listed.output;
+  const auto verified = run({SHOAL, "checkpoint", "verify", folder.file("f4.safetensors")}, 20);
+  EXPECT_EQ(verified.code, 0);
+  EXPECT_THAT(verified.output, HasSubstr("intact: 1 tensors, 0.000 MiB"));
+  EXPECT_THAT(verified.output, HasSubstr("; 1 more not read, as libtorch does not have their dtype\n"));
+}
+
 }  // namespace
 }  // namespace shoal::programs_test

@@ -147,6 +147,8 @@ TEST(Plan, BEY11_reproduces_the_zero_papers_table) {
   for (const auto* figure : {"120.0", "31.4", "16.6", "1.9"}) {
     EXPECT_NE(table.output.find(figure), std::string::npos) << table.output;
   }
+  const auto small = shoal({"plan", "--params", "5e6", "--ranks", "8", "--strategy", "fsdp"});
+  EXPECT_NE(small.output.find("      0.0025      0.0025       0.005        0.01"), std::string::npos) << small.output;
 }
 
 // Its values are not needed, and its backward runs once for all strategies.

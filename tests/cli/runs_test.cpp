@@ -4,9 +4,11 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <set>
 
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
@@ -185,6 +187,57 @@ TEST_F(Runs, report_compares_runs_and_thins_out_long_ones) {
   const auto html = text_of(folder_.file("r.html"));
   EXPECT_THAT(html,
               AllOf(HasSubstr("b.jsonl: loss"), HasSubstr("mine &lt;&amp;&gt;"), HasSubstr("mean of up to 4 steps")));
+}
+
+TEST_F(Runs, all_metrics_files_of_a_folder_are_runs) {
+  write("b.jsonl", "{\"step\":1,\"loss\":1}\n{\"step\":2,\"loss\":1}\n");
+  write("a.jsonl", "{\"step\":1,\"loss\":3}\n");
+  std::filesystem::last_write_time(folder_.file("a.jsonl"),
+                                   std::filesystem::file_time_type::clock::now() - std::chrono::hours(1));
+  const auto report = shoal({"report", here(), "-o", folder_.file("r.html"), "--json", "-"});
+  ASSERT_EQ(report.code, 0) << report.output;
+  const auto runs = json::parse(report.output)["runs"];
+  ASSERT_EQ(runs.size(), 2U);
+  EXPECT_EQ(runs[0]["run"], here() + "/a.jsonl");
+  EXPECT_EQ(runs[0]["metrics"]["loss"]["count"], 1);
+  EXPECT_EQ(runs[1]["metrics"]["loss"]["count"], 2);
+  EXPECT_THAT(shoal({"top", here()}).output,
+              ::testing::StartsWith("shoal top " + here() + "/b.jsonl (the newest of 2)\n"));
+  refused({"report", here(), "-o", folder_.file("a.jsonl")}, "--output: cannot write");
+}
+
+TEST_F(Runs, figures_have_the_digits_that_tell_them_apart) {
+  const auto labels = [&](double first, double step, const std::string& name) {
+    std::string text;
+    for (int i = 0; i < 12; ++i) text += json{{"step", i}, {name, first + i * step}}.dump() + "\n";
+    write("m.jsonl", text);
+    EXPECT_EQ(shoal({"report", folder_.file("m.jsonl"), "-o", folder_.file("r.html")}).code, 0);
+    const auto html = text_of(folder_.file("r.html"));
+    std::vector<std::string> found;
+    const std::string begin = "text-anchor=\"end\">";
+    for (auto at = html.find(begin); at != std::string::npos; at = html.find(begin, at + 1)) {
+      const auto label = html.substr(at + begin.size(), html.find('<', at) - at - begin.size());
+      if (label != "11") found.push_back(label);  // the last step
+    }
+    EXPECT_GE(found.size(), 4U);
+    EXPECT_EQ(std::set<std::string>(found.begin(), found.end()).size(), found.size())
+        << ::testing::PrintToString(found);
+    for (const auto& label : found) {
+      EXPECT_GE(std::stod(label), first - 12 * step) << label;
+      EXPECT_LE(std::stod(label), first + 24 * step) << label;
+    }
+  };
+  labels(2.302, 1e-4, "loss");
+  labels(2.30258, 1e-5, "loss");
+  labels(123400, 10, "samples_per_second");
+  labels(0.98765, 1e-5, "eval_accuracy");
+  labels(1e-12, 1e-12, "lr");
+  write("m.jsonl", R"({"step":1,"loss":1,"seconds":1,"samples":123456}
+{"step":2,"loss":1,"seconds":2,"samples":246967}
+{"step":2,"eval_count":59999,"eval_loss":0.123456}
+)");
+  EXPECT_THAT(shoal({"top", folder_.file("m.jsonl")}).output,
+              AllOf(HasSubstr("   123511 samples/s"), HasSubstr("   eval_count 59999   eval_loss 0.1235")));
 }
 
 TEST_F(Runs, an_output_that_is_read_is_refused_before_it_is_written) {

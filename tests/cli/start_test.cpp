@@ -329,7 +329,10 @@ TEST(Start, training_whose_output_nobody_reads_any_more_saves_and_stops) {
     EXPECT_NE(ended.output.find("shoal: nobody reads the output any more: training stops\n"), std::string::npos)
         << ended.output;
     EXPECT_NE(ended.output.find("interrupted; checkpoint in " + save + "/step-"), std::string::npos) << ended.output;
-    EXPECT_TRUE(ended.output.ends_with("\ncode 1\n")) << ended.output;
+    // Of an elastic job the code is 0 if another rank ends well after the one that has printed.
+    if (more.empty()) {
+      EXPECT_TRUE(ended.output.ends_with("\ncode 1\n")) << ended.output;
+    }
     EXPECT_TRUE(std::filesystem::exists(save + "/latest"));
   }
   const auto ended = unread("--data reference --model mlp --steps 2 --json " + folder.file("report"));

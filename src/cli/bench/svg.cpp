@@ -110,7 +110,8 @@ std::string legend_entry(double x, double y, const Named& named) {
 // Four to ten round numbers from the least to the most, or beyond.
 std::vector<double> linear_ticks(double least, double most) {
   // Differences that numbers of this size can show.
-  most = std::max(most, least + std::max({1e-9, 1e-6 * std::abs(least), 1e-6 * std::abs(most)}));
+  const double size = std::max(std::abs(least), std::abs(most));
+  most = std::max(most, least + std::max(1e-300, size > 0 ? 1e-6 * size : 1e-9));
   const double rough = (most - least) / 5;
   const double power = std::pow(10, std::floor(std::log10(rough)));
   double step = 10 * power;
@@ -124,6 +125,14 @@ std::vector<double> linear_ticks(double least, double most) {
   const double first = std::floor(least / step);
   for (double i = first; ticks.empty() || ticks.back() < most; ++i) ticks.push_back(i * step);
   return ticks;
+}
+
+// With the digits that tell it from its neighbours, and at least those of a short number.
+std::string tick_label(double tick, double step) {
+  if (std::abs(tick) < step / 2) return "0";
+  const auto exponent = static_cast<int>(std::floor(std::log10(std::abs(tick))));
+  const auto digits = exponent - static_cast<int>(std::floor(std::log10(step) + 1e-9)) + 1;
+  return fmt::format("{:.{}g}", tick, std::max({digits, 4, exponent < 7 ? exponent + 1 : 0}));
 }
 
 }  // namespace
@@ -204,7 +213,7 @@ std::string curve_plot(const std::string& title, const std::string& unit, const 
   std::string svg;
   for (const double tick : ticks) {
     svg += rule(left, y(tick), left + plot_width, y(tick));
-    svg += text(left - 8, y(tick) + 4, fmt::format("{:.4g}{}", std::abs(tick) < 1e-12 * most ? 0 : tick, unit), "end");
+    svg += text(left - 8, y(tick) + 4, tick_label(tick, ticks[1] - ticks[0]) + unit, "end");
   }
   svg += text(left, top + plot_height + 20, fmt::format("step {:.0f}", first), "start");
   if (last > first) svg += text(left + plot_width, top + plot_height + 20, fmt::format("{:.0f}", last), "end");

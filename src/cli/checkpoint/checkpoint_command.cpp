@@ -40,7 +40,7 @@ struct CheckpointOptions {
 
 int64_t bytes_of(const StoredTensor& tensor) {
   const bool known = tensor.dtype != at::ScalarType::Undefined;
-  return known ? tensor.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype)) : 0;
+  return known ? tensor.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype)) : tensor.foreign_bytes;
 }
 
 Json to_json(const CheckpointReader& reader) {
@@ -115,15 +115,18 @@ int verify(const CheckpointOptions& options) {
     write_json(options.json, {{"path", reader.path().string()},
                               {"tensors", reader.index().tensors.size()},
                               {"bytes", verified.bytes},
-                              {"unchecked_bytes", verified.unchecked}});
+                              {"unchecked_bytes", verified.unchecked},
+                              {"unread_tensors", verified.unread}});
   }
   if (options.json == "-") return 0;
-  fmt::print("{}: intact: {} tensors, {:.3f} MiB", reader.path().string(), reader.index().tensors.size(),
+  fmt::print("{}: intact: {} tensors, {:.3f} MiB", reader.path().string(),
+             static_cast<int64_t>(reader.index().tensors.size()) - verified.unread,
              static_cast<double>(verified.bytes) / mebibyte);
   if (verified.unchecked > 0) {
     fmt::print(", {:.3f} of them read, but without checksums to compare",
                static_cast<double>(verified.unchecked) / mebibyte);
   }
+  if (verified.unread > 0) fmt::print("; {} more not read, as libtorch does not have their dtype", verified.unread);
   fmt::print("\n");
   return 0;
 }

@@ -78,10 +78,14 @@ void finish(const CommandOptions& options, const std::string& table, const Json&
   if (!options.json.empty()) write_json(options.json, report);
 }
 
+std::string in_giga(double bytes, int decimals = 2) {
+  const double value = bytes / 1e9;
+  return value > 0 && value < 1 ? fmt::format("{:.3g}", value) : fmt::format("{:.{}f}", value, decimals);
+}
+
 int plan_number(const CommandOptions& options) {
   const auto bytes = element_bytes(options.train.dtype, options.train.optimizer);
   const int ranks = options.train.ranks.value_or(2);
-  constexpr double giga = 1e9;
   auto table = fmt::format("{:g} parameters, {} ranks, {}, {}; GB (10^9 bytes) per rank\n\n", *options.params, ranks,
                            options.train.dtype, options.train.optimizer);
   table += fmt::format("{:<10}{:>12}{:>12}{:>12}{:>12}{:>16}\n", "strategy", "parameters", "gradients", "state",
@@ -96,9 +100,8 @@ int plan_number(const CommandOptions& options) {
     if (!wanted(options, formula.strategy)) continue;
     const auto memory = bytes_per_rank(*options.params, bytes, formula.memory, ranks);
     const auto sent = bytes_sent_per_step(*options.params, bytes, formula.traffic, ranks);
-    table +=
-        fmt::format("{:<10}{:>12.2f}{:>12.2f}{:>12.2f}{:>12.1f}{:>16.2f}\n", formula.strategy, memory.parameters / giga,
-                    memory.gradients / giga, memory.state / giga, memory.total() / giga, sent / giga);
+    table += fmt::format("{:<10}{:>12}{:>12}{:>12}{:>12}{:>16}\n", formula.strategy, in_giga(memory.parameters),
+                         in_giga(memory.gradients), in_giga(memory.state), in_giga(memory.total(), 1), in_giga(sent));
     report["strategies"].push_back({{"strategy", formula.strategy},
                                     {"memory",
                                      {{"params_bytes", memory.parameters},
@@ -128,7 +131,7 @@ Json json_of(const StrategyPlan& plan) {
   if (plan.to_second_owners.calls > 0) put("second_bytes", &RankMemory::second);
   memory["params_once_per_host"] = plan.parameters_once;
   memory["params_gathered"] = plan.gathers;
-  memory["host_bytes"] = plan.total();
+  memory["all_ranks_bytes"] = plan.total();
   return {{"strategy", plan.strategy},
           {"hosts", plan.hosts},
           {"memory", memory},

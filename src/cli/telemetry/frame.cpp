@@ -117,6 +117,12 @@ std::string cut_to(const std::string& text, int width) {
   return text.substr(0, end);
 }
 
+// Whole numbers, and all digits before the point, as they are.
+std::string figure(double value) {
+  const bool large = std::abs(value) >= 1e4 && std::abs(value) < 1e15;
+  return large ? fmt::format("{:.0f}", value) : fmt::format("{:.4g}", value);
+}
+
 std::string shown_number(double value, const char* format) {
   return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "-";
 }
@@ -136,8 +142,8 @@ std::vector<std::string> metrics_in_words(const Frame& frame, int width) {
     return lines;
   }
   lines.push_back(fmt::format("step {}   loss {}   rate {}   {} samples/s   written {:.0f} s ago", *frame.step,
-                              shown_loss(frame), shown_number(frame.lr, "{:.3g}"), shown_number(frame.rate, "{:.4g}"),
-                              frame.age_s));
+                              shown_loss(frame), shown_number(frame.lr, "{:.3g}"),
+                              std::isfinite(frame.rate) ? figure(frame.rate) : "-", frame.age_s));
   lines.push_back(fmt::format("a step takes {} ms, of which waits {} ms, update {} ms",
                               shown_number(frame.step_ms, "{:.3f}"), shown_number(frame.wait_ms, "{:.3f}"),
                               shown_number(frame.update_ms, "{:.3f}")));
@@ -152,7 +158,7 @@ std::vector<std::string> metrics_in_words(const Frame& frame, int width) {
   }
   if (!frame.evaluation.empty()) {
     auto line = fmt::format("evaluated after step {}:", frame.evaluated_step);
-    for (const auto& [name, value] : frame.evaluation) line += fmt::format("   {} {:.4g}", name, value);
+    for (const auto& [name, value] : frame.evaluation) line += fmt::format("   {} {}", name, figure(value));
     lines.push_back(line);
   }
   return lines;
@@ -178,8 +184,11 @@ Frame look_at(const fs::path& place) {
 }
 
 std::string in_words(const Frame& frame, int width, int height) {
-  std::vector<std::string> lines{"shoal top " + frame.files.place.string()};
-  if (frame.files.metrics) {
+  const auto& metrics = frame.files.metrics;
+  const auto& older = frame.files.older;
+  std::vector<std::string> lines{"shoal top " + (older.empty() ? frame.files.place : *metrics).string()};
+  if (!older.empty()) lines.front() += fmt::format(" (the newest of {})", older.size() + 1);
+  if (metrics) {
     for (auto& line : metrics_in_words(frame, width)) lines.push_back(std::move(line));
   }
   if (!frame.ranks.empty()) {

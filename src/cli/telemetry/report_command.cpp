@@ -45,8 +45,10 @@ void add_report_command(CLI::App& app, Action& chosen) {
     chosen = [options] {
       std::vector<RunReport> runs;
       for (const auto& place : options->places) {
-        runs.push_back(read_run(place));
-        if (runs.back().damaged.count > 0) print_to_stderr("shoal: {}\n", runs.back().damaged.in_words());
+        for (auto& run : read_runs(place)) {
+          if (run.damaged.count > 0) print_to_stderr("shoal: {}\n", run.damaged.in_words());
+          runs.push_back(std::move(run));
+        }
       }
       const auto page = report_page(runs);
       if (!options->json.empty()) write_json(options->json, to_json(runs));

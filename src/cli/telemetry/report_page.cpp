@@ -142,21 +142,25 @@ std::string ranks_section(const RunReport& run) {
 
 }  // namespace
 
-RunReport read_run(const std::string& place) {
-  RunReport run{.name = printable(place)};
+std::vector<RunReport> read_runs(const std::string& place) {
   const auto files = find_run(place);
-  if (files.metrics) {
-    auto read = read_series(*files.metrics);
+  std::vector<RunReport> runs;
+  const auto add = [&](const std::string& name, const std::optional<std::filesystem::path>& metrics) {
+    auto& run = runs.emplace_back(RunReport{.name = printable(name)});
+    if (!metrics) return;
+    auto read = read_series(*metrics);
     run.series = std::move(read.by_name);
     run.damaged = std::move(read.damaged);
     run.events = std::move(read.events);
     run.event_count = read.event_count;
-  }
-  if (files.flights.empty()) return run;
+  };
+  for (const auto& metrics : files.older) add(metrics, metrics);
+  add(files.older.empty() ? place : files.metrics->string(), files.metrics);
+  if (files.flights.empty()) return runs;
   const auto flights = read_flights(files.flights);
-  run.ranks = rank_views(flights);
-  run.verdict = verdict(flights);
-  return run;
+  runs.back().ranks = rank_views(flights);
+  runs.back().verdict = verdict(flights);
+  return runs;
 }
 
 std::string report_page(const std::vector<RunReport>& runs) {

@@ -21,8 +21,9 @@ struct RunReport {
   std::vector<std::string> verdict{};  // of the flight recorders
 };
 
-// Errors as those of find_run(), read_series() and read_flights().
-RunReport read_run(const std::string& place);
+// One for each metrics file of a folder; flight recorders belong to the newest, the last one. Errors as those of
+// find_run(), read_series() and read_flights().
+std::vector<RunReport> read_runs(const std::string& place);
 
 // One page with a plot for each kind of metric, in which each run has its lines, and tables of figures and ranks.
 std::string report_page(const std::vector<RunReport>& runs);

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -11,6 +13,7 @@ namespace fs = std::filesystem;
 std::vector<fs::path> RunFiles::all() const {
   auto files = flights;
   if (metrics) files.push_back(*metrics);
+  files.insert(files.end(), older.begin(), older.end());
   return files;
 }
 
@@ -31,10 +34,14 @@ RunFiles find_run(const fs::path& place) {
     if (entry.path().extension() != ".jsonl") continue;
     std::error_code gone;
     const auto written = entry.last_write_time(gone);
-    if (gone || (run.metrics && written <= newest)) continue;
+    if (gone) continue;
+    const bool is_newest = !run.metrics || written > newest;
+    if (run.metrics) run.older.push_back(is_newest ? *run.metrics : entry.path());
+    if (!is_newest) continue;
     newest = written;
     run.metrics = entry.path();
   }
+  std::sort(run.older.begin(), run.older.end());
   if (error) throw UsageError(fmt::format("cannot read folder {}: {}", place.string(), error.message()));
   if (!run.metrics && run.flights.empty()) {
     throw UsageError(

@@ -10,6 +10,7 @@ namespace shoal::cli {
 struct RunFiles {
   std::filesystem::path place;                     // as it was given
   std::optional<std::filesystem::path> metrics{};  // of a folder, the *.jsonl that was written last
+  std::vector<std::filesystem::path> older{};      // the other *.jsonl of the folder, by name
   std::vector<std::filesystem::path> flights{};    // rank-N.flight, in no order
 
   std::vector<std::filesystem::path> all() const;
