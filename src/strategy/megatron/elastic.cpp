@@ -1,5 +1,6 @@
 // DistributedOptimizer in an elastic job.
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -56,6 +57,16 @@ void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
     if (apart) require_second_owners();  // which the ranks before did not need
     begin_regroup(group, apart);
   }
+  // One that was frozen since it was wrapped stays among those that have owners: only these may have its last values.
+  std::vector<at::Tensor> frozen_since;
+  for (const auto& gradient : state().modules.front()->reducer().gradients()) {
+    if (!has_second_owners() || gradient.parameter.requires_grad()) continue;
+    frozen_since.push_back(gradient.parameter);
+    frozen_since.back().requires_grad_(true);
+  }
+  const auto freeze_again = c10::make_scope_exit([&] {
+    for (auto& parameter : frozen_since) parameter.requires_grad_(false);
+  });
   const auto& modules = reduction_->modules;
   std::vector<std::shared_ptr<ShardedModule>> made;
   const auto groups = groups_of(group, reduction_->options);
