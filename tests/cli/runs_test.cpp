@@ -204,6 +204,10 @@ TEST_F(Runs, all_metrics_files_of_a_folder_are_runs) {
   EXPECT_THAT(shoal({"top", here()}).output,
               ::testing::StartsWith("shoal top " + here() + "/b.jsonl (the newest of 2)\n"));
   refused({"report", here(), "-o", folder_.file("a.jsonl")}, "--output: cannot write");
+  write("data.jsonl", "{\"text\":\"a sample\"}\n");
+  const auto beside = shoal({"report", here(), "-o", folder_.file("r.html")});
+  EXPECT_EQ(beside.code, 0) << beside.output;
+  EXPECT_THAT(text_of(folder_.file("r.html")), AllOf(HasSubstr("b.jsonl"), ::testing::Not(HasSubstr("data.jsonl"))));
 }
 
 TEST_F(Runs, figures_have_the_digits_that_tell_them_apart) {

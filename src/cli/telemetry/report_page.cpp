@@ -5,13 +5,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <set>
 
+#include "base/print_to_stderr.h"
 #include "base/printable.h"
 #include "cli/bench/page.h"
 #include "cli/bench/svg.h"
 #include "cli/telemetry/run_files.h"
 #include "comm/telemetry/verdict.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
 namespace {
@@ -154,8 +157,23 @@ std::vector<RunReport> read_runs(const std::string& place) {
     run.events = std::move(read.events);
     run.event_count = read.event_count;
   };
-  for (const auto& metrics : files.older) add(metrics, metrics);
-  add(files.older.empty() ? place : files.metrics->string(), files.metrics);
+  std::exception_ptr no_metrics;
+  const auto add_if_metrics = [&](const std::filesystem::path& file) {
+    try {
+      add(file, file);
+    } catch (const UsageError& error) {
+      no_metrics = std::current_exception();
+      runs.pop_back();
+      print_to_stderr("shoal: {}: the file is left out\n", error.what());
+    }
+  };
+  if (files.older.empty()) {
+    add(place, files.metrics);
+  } else {
+    for (const auto& metrics : files.older) add_if_metrics(metrics);
+    add_if_metrics(*files.metrics);
+    if (runs.empty()) std::rethrow_exception(no_metrics);
+  }
   if (files.flights.empty()) return runs;
   const auto flights = read_flights(files.flights);
   runs.back().ranks = rank_views(flights);

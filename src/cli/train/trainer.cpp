@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <utility>
 
 #include "base/print_to_stderr.h"
 #include "base/printable.h"
@@ -340,7 +341,8 @@ void Trainer::take_over(Loop& loop) {
 // No rank sends what belongs to the work, or to the step after it, before all have counted what came until then.
 void Trainer::beside_steps(const Group& present, const std::function<void()>& work) {
   const Label between{-1, -1, "between steps"};
-  wire_ += std::max<int64_t>(0, bytes_over_tcp() - wire_before_);
+  const auto sent = bytes_over_tcp();
+  wire_ += std::max<int64_t>(0, sent - std::exchange(wire_before_, sent));
   present.barrier(between).wait();
   work();
   wire_before_ = bytes_over_tcp();

@@ -234,8 +234,9 @@ void PendingWork::wait_to_the_end() {
 bool PendingWork::wait_for(Milliseconds limit, bool to_the_end) {
   if (finished_) return true;
   const auto& while_waiting = group_->world->options.while_waiting;
-  const auto end = Clock::now() + std::min(limit, longest_wait);
-  while (!wait_slice(std::clamp(limit, Milliseconds(0), slice_of_waits), to_the_end)) {
+  limit = std::clamp(limit, Milliseconds(0), longest_wait);
+  const auto end = Clock::now() + limit;
+  while (!wait_slice(std::min(limit, slice_of_waits), to_the_end)) {
     if (limit <= slice_of_waits) return false;
     limit = std::chrono::ceil<Milliseconds>(end - Clock::now());
     if (limit.count() <= 0) return false;

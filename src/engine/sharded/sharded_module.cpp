@@ -158,6 +158,7 @@ void ShardedModule::publish_later(const Label& label) {
   written_ = false;
   drop_former();
   put_out();
+  second_.read_early.clear();
   begin_outdated();
 }
 
@@ -177,6 +178,8 @@ void ShardedModule::publish_now(const Label& label) {
     begin_outdated();
     throw;
   }
+  // The program has caught it, and might have read former values after it.
+  if (!second_.read_early.empty()) throw UsageError(std::exchange(second_.read_early, {}));
 }
 
 void ShardedModule::end_outdated() {
@@ -213,8 +216,9 @@ void ShardedModule::await(size_t bucket) {
   if (second_.whole == Second::Whole::given_up) return;
   if (second_.whole == Second::Whole::outdated) {
     const auto member = reducer_->buckets()[bucket].members().front();
-    throw UsageError(
-        fmt::format("parameter {} or one beside it {}", reducer_->gradients()[member].name, about_outdated));
+    second_.read_early =
+        fmt::format("parameter {} or one beside it {}", reducer_->gradients()[member].name, about_outdated);
+    throw UsageError(second_.read_early);
   }
   timed(waits_.get(), "params-all-gather", 1, [&] { gathers_[bucket]->wait(awaited_); });
 }

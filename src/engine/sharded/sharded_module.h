@@ -196,6 +196,7 @@ class ShardedModule {
     // Of parameters that are whole on this rank. outdated: they have not got the other ranks' last updates. given_up: nor will they.
     enum class Whole { current, outdated, given_up };
     Whole whole = Whole::current;
+    std::string read_early{};  // error of an operator that has used outdated ones since the update
   };
 
   void list_pieces(std::span<const at::Tensor> originals);
