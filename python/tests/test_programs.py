@@ -209,7 +209,7 @@ def train_sharpness_aware(rank, net, loss_of, local_backward, optimizer, reduce=
         if reduce:
             reduce()
         for parameter, value in zip(net.parameters(), own, strict=True):
-            parameter.data.copy_(value)
+            parameter.data = value  # other memory, as davda54/sam does
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in net.parameters()]

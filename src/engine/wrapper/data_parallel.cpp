@@ -146,6 +146,7 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer->count_from(steps);
   reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
   reducer->callbacks.before_backward = [this] {
+    if (no_sync_depth > 0 && !under_no_sync.changed) under_no_sync.changed = changed_values();
     if (before_backward) before_backward();
   };
   reducer->callbacks.share = [this] { return share; };
@@ -154,6 +155,16 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   // Called late if a forward failed, or was never called.
   reducer->callbacks.before_writing = [this] { buffers.after_forward(); };
   reducer->callbacks.before_waiting = [this] { buffers.complete(); };
+}
+
+std::vector<ChangedValue> DataParallelCore::State::changed_values() const {
+  std::vector<ChangedValue> values;
+  for (size_t i = 0; i < watch.parameters().size(); ++i) {
+    const auto& entry = tensors.parameters[i];
+    // Memory that belongs to the strategy (watchable tensors) holds values that the strategy wrote.
+    if (watch.changed(i) && !is_watchable(entry.tensor)) values.push_back({entry.name, digest_of(entry.tensor)});
+  }
+  return values;
 }
 
 // Micro-batches may have left gradients of what is frozen now on some ranks: the next step reduces those, too.
@@ -184,13 +195,13 @@ void DataParallelCore::State::note_apart() {
     if (!watch.trainable_changed(i) || !parameter.requires_grad()) continue;
     const bool known = std::any_of(reduced.begin(), reduced.end(),
                                    [&](const auto& gradient) { return gradient.parameter.is_same(parameter); });
-    if (!known) apart.insert(i);
+    if (!known) under_no_sync.apart.insert(i);
   }
 }
 
 // One that is trainable now gets into the reducer with what its grad() has.
 void DataParallelCore::State::require_none_apart() {
-  for (const auto i : apart) {
+  for (const auto i : under_no_sync.apart) {
     const auto& parameter = tensors.parameters[i].tensor;
     if (parameter.requires_grad() || !parameter.grad().defined()) continue;
     throw UsageError(fmt::format(
@@ -198,7 +209,7 @@ void DataParallelCore::State::require_none_apart() {
         "freeze it after the last micro-batch's forward, or drop its gradient",
         tensors.parameters[i].name));
   }
-  apart.clear();
+  under_no_sync.apart.clear();
 }
 
 void DataParallelCore::before_backward(std::function<void()> listener) {
@@ -234,17 +245,16 @@ void DataParallelCore::adopt_changes(bool training) {
   auto& state = *state_;
   const bool reduced = state.left_over && *state.left_over < state.reducer->step();
   if (training && state.remake_reducer) state.no_sync_depth > 0 ? state.note_apart() : state.require_none_apart();
-  if (!training || state.no_sync_depth > 0 || !(reduced || state.watch.changed())) return;
+  if (!training || state.no_sync_depth > 0) return;
+  const auto noted = std::exchange(state.under_no_sync.changed, std::nullopt);
+  if (!reduced && !state.watch.changed()) return;
   // All parameters may be frozen for a while, such as a GAN's critic in the generator's step. There is nothing to
   // reduce then, and the reducer keeps its state.
   if (state.tensors.trainable().empty()) return;
-  std::vector<ChangedValue> values;
+  const auto values = noted ? *noted : state.changed_values();
   bool other_kind = reduced;
   for (size_t i = 0; i < state.tensors.parameters.size(); ++i) {
-    const auto& entry = state.tensors.parameters[i];
     other_kind = other_kind || state.watch.other_kind(i) || state.watch.trainable_changed(i);
-    // Memory that belongs to the strategy (watchable tensors) holds values that the strategy wrote.
-    if (state.watch.changed(i) && !is_watchable(entry.tensor)) values.push_back({entry.name, digest_of(entry.tensor)});
   }
   if (other_kind) agree(state.group, "the model, whose parameters have changed", state.tensors.describe());
   if (!values.empty()) agree_on_values(state.group, values);

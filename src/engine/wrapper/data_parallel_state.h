@@ -2,6 +2,7 @@
 // State of a wrapper.
 
 #include "engine/reducer/reducer.h"
+#include "engine/sharded/changed_values.h"
 #include "engine/wrapper/buffer_sync.h"
 #include "engine/wrapper/module_checks.h"
 #include "engine/wrapper/parameter_watch.h"
@@ -27,8 +28,10 @@ struct DataParallelCore::State {
   std::function<void(const std::shared_ptr<GradientConsumer>&, const std::vector<NamedTensor>& frozen)>
       remake_reducer{};
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
-  std::set<size_t>
-      apart{};  // parameters that the reducer does not have, and that were trainable in a forward under no_sync
+  struct UnderNoSync {
+    std::set<size_t> apart{};  // parameters that the reducer does not have, and that were trainable in a forward
+    std::optional<std::vector<ChangedValue>> changed{};  // before a backward, see changed_values()
+  } under_no_sync{};
   std::shared_ptr<GradientConsumer> consumer{};  // of the present reducer
   std::function<void()> before_backward{};       // see ReducerCallbacks; empty: nothing
   std::optional<double> share{};                 // see ReducerCallbacks
@@ -36,6 +39,9 @@ struct DataParallelCore::State {
   int no_sync_depth = 0;
   bool entered = false;  // the running or last forward has entered a step that other ranks wait for
 
+  // Parameters whose memory was replaced since the last check. After a backward under no_sync the program may change them by
+  // gradients of this rank, as sharpness-aware training does, so those that ranks compare are noted before it.
+  std::vector<ChangedValue> changed_values() const;
   // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;
   // UsageError that names what keeps the present group. For Elastic.
