@@ -122,6 +122,9 @@ void ShardedOptimizerCore::State::publish_second() {
   if (!second) return;
   const torch::NoGradGuard no_grad;
   for (const auto& module : modules) module->publish_now({module->reducer().step(), -1, "updated parameters"});
+  if (modules.front()->has_pages()) return;
+  // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they were sent.
+  group.barrier({modules.front()->reducer().step(), -1, "whether all have the updated parameters"}).wait();
 }
 
 void ShardedOptimizerCore::State::seal_gradients() {
