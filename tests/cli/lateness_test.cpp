@@ -2,6 +2,7 @@
 
 #include "cli/telemetry/lateness.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/types.h>
@@ -31,7 +32,7 @@ TEST(Lateness, is_the_mean_delay_behind_the_first_rank) {
   FlightRecorder first(folder.path(), 0, 2), second(folder.path(), 1, 2);
   for (auto* recorder : {&first, &second}) {
     recorder->join({this_process(), this_process()});
-    recorder->add_group("world", {0, 1});
+    recorder->add_group("world", {0, 1}, {});
   }
   constexpr int steps = 5;
   for (int step = 0; step < steps; ++step) {
@@ -77,7 +78,7 @@ TEST(Lateness, is_not_known_of_a_rank_alone) {
   const test::TempFolder folder;
   FlightRecorder only(folder.path(), 0, 2);
   only.join({this_process(), this_process()});
-  only.add_group("world", {0, 1});
+  only.add_group("world", {0, 1}, {});
   only.enter(FlightRecord::collective, 0, call_of(3), 0);
   const auto views = rank_views(read_flights({folder.path()}));
   ASSERT_EQ(views.size(), 1U);
@@ -86,8 +87,7 @@ TEST(Lateness, is_not_known_of_a_rank_alone) {
 
 // A healthy job of `ranks` ranks, 8 on a host, each with its last 64 collectives.
 std::vector<Flight> large_job(int ranks) {
-  Flight::Members world{.name = "world", .world_ranks = {}};
-  for (int rank = 0; rank < ranks; ++rank) world.world_ranks.push_back(rank);
+  const Flight::Members world{.name = "world", .world_ranks = fmt::format("0-{}", ranks - 1)};
   std::vector<Flight> flights(ranks);
   for (int rank = 0; rank < ranks; ++rank) {
     auto& flight = flights[rank];

@@ -8,10 +8,13 @@
 #include <cstddef>
 #include <cstring>
 #include <fstream>
+#include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <sstream>
 
+#include "base/rank_list.h"
 #include "comm/telemetry/flight_recorder.h"
 #include "comm/telemetry/verdict.h"
 #include "tests/support/refusal.h"
@@ -21,13 +24,14 @@ namespace shoal::test::flight_files_test {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::HasSubstr;
 
 class FlightFiles : public ::testing::Test {
  protected:
   void SetUp() override {
     FlightRecorder recorder(folder_.path(), 0, 2);
-    const int group = recorder.add_group("world", {0, 1});
+    const int group = recorder.add_group("world", {0, 1}, {});
     Call call;
     call.op = Op::all_reduce;
     call.inputs = {at::ones({4})};
@@ -99,8 +103,11 @@ TEST_F(FlightFiles, what_cannot_be_is_refused) {
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, rank), 2), HasSubstr("the file says rank 2 of 2"));
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, epoch_ns), std::numeric_limits<int64_t>::max()),
               HasSubstr("an invalid time"));
-  EXPECT_THAT(refusal_with(offsetof(FlightHeader, groups), std::to_array("world\t0,9")), HasSubstr("rank 9 in group"));
-  EXPECT_THAT(refusal_with(offsetof(FlightHeader, groups), std::to_array("world\t1,1")), HasSubstr("rank 1 in group"));
+  constexpr auto groups = offsetof(FlightHeader, tables) + offsetof(FlightGroups, text);
+  EXPECT_THAT(refusal_with(groups, std::to_array("0\tworld\t0-2147483647")), HasSubstr("rank -1 in group"));
+  EXPECT_THAT(refusal_with(groups, std::to_array("0\tworld\t0-9/0")), HasSubstr("rank -1 in group"));
+  EXPECT_THAT(refusal_with(groups, std::to_array("0\tworld\t0,9\n")), HasSubstr("rank 9 in group"));
+  EXPECT_THAT(refusal_with(groups, std::to_array("0\tworld\t1,1\n")), HasSubstr("rank 1 in group"));
   const auto record = sizeof(FlightHeader);
   EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, print) + offsetof(Fingerprint, dtype), 1000),
               HasSubstr("a record with an unknown operation"));
@@ -108,6 +115,71 @@ TEST_F(FlightFiles, what_cannot_be_is_refused) {
   EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, finished), int64_t{-1}), HasSubstr("an invalid time"));
   write(good_.substr(0, 1000));
   EXPECT_THAT(refusal([&] { read_flight(path_); }), HasSubstr("1000 bytes instead of"));
+}
+
+TEST(RankList, is_short_and_can_be_read_again) {
+  EXPECT_EQ(rank_list({0, 1}), "0,1");
+  EXPECT_EQ(rank_list({0, 1, 2, 3, 7, 9, 11, 5, 4}), "0-3,7-11/2,5,4");
+  std::vector<int> all(2048);
+  std::iota(all.begin(), all.end(), 0);
+  EXPECT_EQ(rank_list(all), "0-2047");
+  for (const auto& ranks : {all, {5}, {0, 8, 16, 24, 25}, {3, 2, 1, 0}, {0, 1, 3, 5, 6, 7}}) {
+    EXPECT_EQ(parse_rank_list(rank_list(ranks), 2048), ranks);
+  }
+  for (const auto* none : {"0-2048", "0-2147483647", "1-0", "0-9/0", "-1", "0,x"}) {
+    EXPECT_EQ(parse_rank_list(none, 2048).back(), -1) << none;
+  }
+}
+
+// Two ranks whose recorders have made many groups before; rank 0 waits in the last one.
+class ManyGroups : public ::testing::Test {
+ protected:
+  static constexpr int many = 4000;
+  // users: of the groups before, which live on if kept.
+  std::vector<std::string> wait_after(bool kept, bool also_on_rank_1) {
+    const TempFolder folder;
+    std::vector<std::shared_ptr<int>> users;
+    Call call;
+    call.op = Op::all_reduce;
+    call.inputs = {at::ones({4})};
+    const ProcessId self = this_process();
+    FlightRecorder waits(folder.path(), 0, 2);
+    FlightRecorder absent(folder.path(), 1, 2);
+    for (auto* recorder : {&waits, &absent}) {
+      recorder->join({self, self});
+      const auto live = users.emplace_back(std::make_shared<int>());
+      const int first = recorder->add_group("world", {0, 1}, live);
+      for (int i = 0; i < many && (recorder == &waits || also_on_rank_1); ++i) {
+        auto user = std::make_shared<int>();
+        recorder->add_group(fmt::format("world[0,1]#{}", i), {0, 1}, user);
+        if (kept) users.push_back(std::move(user));
+      }
+      const int last = recorder->add_group(fmt::format("world[0,1]#{}", many), {0, 1}, live);
+      recorder->finished(recorder->enter(FlightRecord::collective, first, call, 0));
+      recorder->finished(recorder->enter(FlightRecord::collective, last, call, 0));
+      if (recorder == &waits) recorder->enter(FlightRecord::collective, last, call, 1);
+    }
+    const auto flights = read_flights({folder.path()});
+    for (const auto& flight : flights) EXPECT_EQ(flight.groups.front().name, "world") << "it is in use";
+    return verdict(flights);
+  }
+};
+
+TEST_F(ManyGroups, those_that_have_gone_make_room_for_the_next) {
+  for (const bool both : {true, false}) {
+    EXPECT_THAT(wait_after(/*kept=*/false, both).front(),
+                AllOf(HasSubstr("rank 1 has not entered #1 all_reduce(sum, 4 x Float) of group 'world[0,1]#4000'"),
+                      HasSubstr("rank 0 waited for it")));
+  }
+}
+
+TEST_F(ManyGroups, without_room_the_report_says_that_a_rank_waits_and_blames_nobody) {
+  EXPECT_EQ(
+      wait_after(/*kept=*/true, /*also_on_rank_1=*/true).front(),
+      "rank 0 has not finished #1 all_reduce(sum, 4 x Float), of a group that the flight recorder had no room for: "
+      "for whom it waits is unknown");
+  EXPECT_THAT(wait_after(/*kept=*/true, /*also_on_rank_1=*/false),
+              Contains(HasSubstr("rank 0 has not finished #1 all_reduce(sum, 4 x Float), of a group that")));
 }
 
 TEST_F(FlightFiles, a_named_pipe_is_refused_at_once) {
@@ -123,7 +195,7 @@ TEST_F(FlightFiles, every_damaged_file_is_refused_or_gives_a_verdict) {
   for (int i = 0; i < mutations; ++i) {
     auto bytes = good_;
     // In the header, the groups' text, or the first records.
-    const size_t places[] = {random() % offsetof(FlightHeader, groups), offsetof(FlightHeader, groups) + random() % 12,
+    const size_t places[] = {random() % offsetof(FlightHeader, tables), offsetof(FlightHeader, tables) + random() % 20,
                              sizeof(FlightHeader) + random() % (6 * sizeof(FlightRecord))};
     const auto value = random() >> (random() % 64);
     std::memcpy(bytes.data() + places[random() % 3], &value, 1 + random() % 8);

@@ -1,6 +1,6 @@
 // libFuzzer target: any bytes are either a flight, which gets a verdict, or refused with a UsageError.
 //
-// The bytes are the header up to its groups, two bytes for the length of the groups, the groups, and records. The
+// The bytes are the header up to its tables, two bytes for the length of the first table, that table, and records. The
 // target adds what makes it a file of this version and of the same job as the valid flight beside it.
 
 #include <algorithm>
@@ -29,11 +29,11 @@ std::string flight_file(std::string_view input) {
     std::memcpy(bytes.data() + place, input.data(), size);
     input.remove_prefix(size);
   };
-  take(0, offsetof(FlightHeader, groups));
+  take(0, offsetof(FlightHeader, tables));
   uint16_t length = 0;
   std::memcpy(&length, input.data(), std::min(sizeof length, input.size()));
   input.remove_prefix(std::min(sizeof length, input.size()));
-  take(offsetof(FlightHeader, groups), std::min<size_t>(length, flight_group_bytes));
+  take(offsetof(FlightHeader, tables), std::min<size_t>(length, sizeof(FlightGroups)));
   take(sizeof(FlightHeader), flight_capacity * sizeof(FlightRecord));
   put(bytes, 0, flight_magic);
   put(bytes, offsetof(FlightHeader, record_bytes), static_cast<uint32_t>(sizeof(FlightRecord)));
@@ -47,7 +47,7 @@ std::string good_flight() {
   static const test::TempFolder folder;
   {
     FlightRecorder recorder(folder.path(), 1, 2);
-    const int group = recorder.add_group("world", {0, 1});
+    const int group = recorder.add_group("world", {0, 1}, {});
     for (uint64_t number = 0; number < 3; ++number) recorder.enter(FlightRecord::collective, group, Call(), number);
   }
   std::ifstream file(folder.file("rank-1.flight"), std::ios::binary);

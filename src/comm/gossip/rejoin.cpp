@@ -8,6 +8,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/rank_list.h"
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/authenticated_store.h"
@@ -67,7 +68,7 @@ bool joins_again(const Group& group) {
 }
 
 Group group_after(const Group& group, int number, const std::vector<int>& ranks) {
-  return group_named(group, fmt::format("/after{}[{}]", number, fmt::join(ranks, ",")), ranks);
+  return group_named(group, fmt::format("/after{}[{}]", number, rank_list(ranks)), ranks);
 }
 
 std::optional<std::string> Admission::read(const std::string& key) {

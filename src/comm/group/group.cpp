@@ -8,6 +8,7 @@
 #include <set>
 #include <type_traits>
 
+#include "base/rank_list.h"
 #include "comm/group/group_state.h"
 #include "comm/group/no_communication.h"
 #include "comm/group/readable_inputs.h"
@@ -278,7 +279,7 @@ Group Group::subgroup(const std::vector<int>& ranks, std::optional<std::chrono::
   std::vector<int> world_ranks;
   for (const int rank : ranks) world_ranks.push_back(world_rank(rank));
   const int number = state_->progress->subgroups[ranks]++;
-  const auto name = fmt::format("{}[{}]#{}", state_->name, fmt::join(ranks, ","), number);
+  const auto name = fmt::format("{}[{}]#{}", state_->name, rank_list(ranks), number);
   Group group(make_group_state(state_->world, name, world_ranks, limit));
   for (const auto& log : state_->logs) group = group.recorded(log);
   return group;

@@ -60,7 +60,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->world->activity.seen();  // this thread may give the group to one that has not made its first call yet
   state->progress->calls = state->world->activity.add_group(state->name, compares_later);
   if (auto* recorder = state->world->recorder.get()) {
-    state->progress->flight_group = recorder->add_group(state->name, state->world_ranks);
+    state->progress->flight_group = recorder->add_group(state->name, state->world_ranks, state->progress);
   }
   if (compares_later && state->world->options.check_agreement) {
     state->progress->checks = make_group_state(state->world, state->name + check_suffix, state->world_ranks, limit);

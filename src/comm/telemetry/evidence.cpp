@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/limits.h"
 #include "base/printable.h"
+#include "base/rank_list.h"
 
 namespace shoal {
 
@@ -16,10 +18,15 @@ Evidence::Evidence(const std::vector<Flight>& flights) {
   for (const auto& [rank, flight] : flights_) {
     epochs_[rank] = of_hosts.try_emplace(flight->host, flight->epoch_ns).first->second;
   }
+  Names incomplete;
+  for (const auto& [rank, flight] : flights_) {
+    if (!flight->lacks_groups) continue;
+    for (const auto& group : flight->groups) incomplete[rank].insert(group.name);
+  }
   std::map<std::string, GroupView> groups;
   for (const auto& flight : flights) {
     end_ = std::max(end_, time(flight.rank, flight.failed));
-    for (const auto& group : flight.groups) view(groups, group);
+    for (const auto& group : flight.groups) view(groups, group, incomplete);
   }
   for (const auto& flight : flights) {
     for (const auto& record : flight.records) {
@@ -36,12 +43,18 @@ Evidence::Evidence(const std::vector<Flight>& flights) {
   }
 }
 
-void Evidence::view(std::map<std::string, GroupView>& groups, const Flight::Members& members) const {
+void Evidence::view(std::map<std::string, GroupView>& groups, const Flight::Members& members,
+                    const Names& incomplete) const {
   auto& group = groups[members.name];
   if (!group.ranks.empty()) return;
   group.name = members.name;
-  for (const int rank : members.world_ranks) {
+  for (const int rank : parse_rank_list(members.world_ranks, max_ranks)) {
     if (flights_.count(rank) == 0) continue;
+    const auto known = incomplete.find(rank);
+    if (known != incomplete.end() && !known->second.contains(members.name)) {
+      group.unknown.push_back(rank);
+      continue;
+    }
     group.ranks.push_back(rank);
     group.collectives[rank];
   }

@@ -16,6 +16,7 @@ namespace shoal {
 struct GroupView {
   std::string name;
   std::vector<int> ranks;                                                // ranks with a record
+  std::vector<int> unknown;                                              // ranks whose record leaves the group out
   std::map<int, std::map<uint64_t, const Flight::Record*>> collectives;  // by rank, then by number
   std::unordered_set<uint64_t> numbers{};                                // of all ranks' collectives
 
@@ -64,7 +65,9 @@ class Evidence {
   std::string condition(int rank) const;
 
  private:
-  void view(std::map<std::string, GroupView>& groups, const Flight::Members& members) const;
+  // By rank: the names of its groups, where its record leaves others out.
+  using Names = std::unordered_map<int, std::unordered_set<std::string>>;
+  void view(std::map<std::string, GroupView>& groups, const Flight::Members& members, const Names& incomplete) const;
 
   std::map<int, const Flight*> flights_;
   std::unordered_map<int, int64_t> epochs_;  // of the first rank on each rank's host

@@ -9,7 +9,7 @@
 
 namespace shoal {
 
-constexpr char flight_magic[8] = {'S', 'H', 'O', 'A', 'L', 'F', 'R', '1'};
+constexpr char flight_magic[8] = {'S', 'H', 'O', 'A', 'L', 'F', 'R', '2'};
 constexpr uint32_t flight_capacity = 1024;  // number of records; new ones overwrite the oldest
 constexpr uint32_t flight_group_bytes = 64 << 10;
 
@@ -21,13 +21,19 @@ struct FlightRecord {
 
   std::atomic<uint64_t> ticket;  // number of the record, from 1; 0: empty or incomplete
   int32_t kind;
-  int32_t group;  // index of its line in FlightHeader::groups
+  int32_t group;  // its number in FlightHeader::tables
   int32_t peer;   // of a message
   int32_t padding;
   Fingerprint print;  // `number`: of the collective in its group, plus 1. A note has `text` only
   FlightTime entered;
   FlightTime issued;
   FlightTime finished;
+};
+
+// Lines of groups: "NUMBER<tab>NAME<tab>RANKS<newline>", with ranks as rank_list() writes them.
+struct FlightGroups {
+  std::atomic<uint32_t> bytes;  // number of valid bytes in `text`
+  char text[flight_group_bytes];
 };
 
 struct FlightHeader {
@@ -46,8 +52,9 @@ struct FlightHeader {
   FlightTime left;              // when the process left the job normally
   FlightTime failed;            // when the process noticed the first failure
   char failure[1024];
-  std::atomic<uint32_t> group_bytes;  // number of valid bytes in `groups`
-  char groups[flight_group_bytes];    // "NAME<tab>RANK,RANK,...<newline>"
+  std::atomic<uint32_t> groups_left_out;  // number of groups without a line: there was no room, or the group has gone
+  std::atomic<uint32_t> table;            // index of the valid table; lines move to the other one when some are dropped
+  FlightGroups tables[2];
 };
 
 constexpr uint64_t flight_bytes = sizeof(FlightHeader) + flight_capacity * sizeof(FlightRecord);

@@ -14,6 +14,7 @@
 #include "base/input_file.h"
 #include "base/limits.h"
 #include "base/printable.h"
+#include "base/rank_list.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -53,10 +54,15 @@ void check(const Flight& flight, const fs::path& file) {
   if (!epoch || !is_time(flight.left) || !is_time(flight.failed)) {
     refuse("an invalid time");
   }
+  std::set<std::string> lists;
   for (const auto& group : flight.groups) {
-    std::set<int> members;
-    for (const int rank : group.world_ranks) {
-      if (rank >= 0 && rank < flight.size && members.insert(rank).second) continue;
+    if (!lists.insert(group.world_ranks).second) continue;
+    std::vector<bool> members(flight.size);
+    for (const int rank : parse_rank_list(group.world_ranks, flight.size)) {
+      if (rank >= 0 && rank < flight.size && !members[rank]) {
+        members[rank] = true;
+        continue;
+      }
       refuse(fmt::format("rank {} in group '{:.100}', twice or beyond the {} ranks", rank, group.name, flight.size));
     }
   }
@@ -71,32 +77,37 @@ void check(const Flight& flight, const fs::path& file) {
 
 std::vector<Flight::Members> groups_of(const FlightHeader& header) {
   std::vector<Flight::Members> list;
-  std::istringstream lines(std::string(header.groups, std::min(header.group_bytes.load(), flight_group_bytes)));
+  const auto& table = header.tables[header.table.load() % 2];
+  std::istringstream lines(std::string(table.text, std::min(table.bytes.load(), flight_group_bytes)));
   for (std::string line; std::getline(lines, line);) {
     auto& group = list.emplace_back();
-    group.name = line.substr(0, line.find('\t'));
-    std::istringstream numbers(line.substr(std::min(line.size(), group.name.size() + 1)));
-    for (std::string number; std::getline(numbers, number, ',');) {
-      auto& rank = group.world_ranks.emplace_back(-1);
-      std::from_chars(number.data(), number.data() + number.size(), rank);
-    }
+    std::istringstream fields(line);
+    std::string number;
+    std::getline(fields, number, '\t');
+    std::getline(fields, group.name, '\t');
+    std::getline(fields, group.world_ranks);
+    std::from_chars(number.data(), number.data() + number.size(), group.number);
   }
   return list;
 }
 
 // Compares two readings: a record that was being written during the first one has another ticket in the second.
-std::vector<Flight::Record> records_of(const std::vector<char>& first, const std::vector<char>& second, int groups) {
+std::vector<Flight::Record> records_of(const std::vector<char>& first, const std::vector<char>& second,
+                                       const std::vector<Flight::Members>& groups) {
   const auto record = [](const std::vector<char>& bytes, uint64_t index) {
     return reinterpret_cast<const FlightRecord*>(bytes.data() + sizeof(FlightHeader)) + index;
   };
+  std::map<int, int> places;  // in `groups`, by number
+  for (const auto& group : groups) places.emplace(group.number, static_cast<int>(places.size()));
   std::map<uint64_t, Flight::Record> by_ticket;
   for (uint64_t i = 0; i < flight_capacity; ++i) {
     const auto& found = *record(first, i);
     if (found.ticket == 0 || found.ticket != record(second, i)->ticket) continue;
     auto print = found.print;
     print.text[text_bytes - 1] = 0;
+    const auto place = places.find(found.group);
     by_ticket[found.ticket] = {.kind = static_cast<FlightRecord::Kind>(found.kind),
-                               .group = found.group >= 0 && found.group < groups ? found.group : -1,
+                               .group = place == places.end() ? -1 : place->second,
                                .peer = found.peer,
                                .print = print,
                                .entered = found.entered,
@@ -148,9 +159,10 @@ Flight read_flight(const fs::path& file) {
                 .failed = header.failed,
                 .failure = printable(text_of(header.failure)),
                 .groups = groups_of(header),
+                .lacks_groups = header.groups_left_out > 0,
                 .records = {},
                 .state = {}};
-  flight.records = records_of(first, second, static_cast<int>(flight.groups.size()));
+  flight.records = records_of(first, second, flight.groups);
   check(flight, file);
   if (flight.host == host_identity()) flight.state = state_of(flight.process);
   return flight;

@@ -14,7 +14,7 @@ namespace shoal {
 struct Flight {
   struct Record {
     FlightRecord::Kind kind = FlightRecord::collective;
-    int group = -1;  // -1: its name had no room
+    int group = -1;  // index in `groups`; -1: it is left out there
     int peer = -1;
     Fingerprint print{};
     int64_t entered = 0;  // see FlightTime
@@ -22,8 +22,9 @@ struct Flight {
     int64_t finished = 0;
   };
   struct Members {
+    int number = 0;
     std::string name;
-    std::vector<int> world_ranks;
+    std::string world_ranks;  // as rank_list() writes them: few bytes for many files with all ranks
   };
 
   int rank = 0;
@@ -36,6 +37,7 @@ struct Flight {
   int64_t failed = 0;
   std::string failure;
   std::vector<Members> groups;
+  bool lacks_groups = false;          // some had no room, or have gone
   std::vector<Record> records;        // oldest first
   std::optional<ProcessState> state;  // present state; none: it ran on another host
 };

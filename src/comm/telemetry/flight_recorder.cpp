@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -12,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/rank_list.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -87,14 +87,42 @@ void FlightRecorder::join(const std::vector<ProcessId>& processes) {
   header_->job = hash | 1U;
 }
 
-int FlightRecorder::add_group(const std::string& name, const std::vector<int>& world_ranks) {
-  const auto line = fmt::format("{}\t{}\n", name, fmt::join(world_ranks, ","));
+int FlightRecorder::add_group(const std::string& name, const std::vector<int>& world_ranks,
+                              std::weak_ptr<const void> user) {
   const std::lock_guard lock(mutex_);
-  const auto used = header_->group_bytes.load();
-  if (used + line.size() > flight_group_bytes) return -1;
-  std::memcpy(header_->groups + used, line.data(), line.size());
-  header_->group_bytes = used + static_cast<uint32_t>(line.size());
-  return groups_++;
+  const int number = groups_++;
+  Line line{fmt::format("{}\t{}\t{}\n", number, name, rank_list(world_ranks)), std::move(user)};
+  const auto used = [&] { return header_->tables[header_->table].bytes.load(); };
+  if (used() + line.text.size() > flight_group_bytes) make_room();
+  if (used() + line.text.size() > flight_group_bytes) {
+    ++header_->groups_left_out;
+    return number;
+  }
+  auto& table = header_->tables[header_->table];
+  std::memcpy(table.text + used(), line.text.data(), line.text.size());
+  table.bytes += static_cast<uint32_t>(line.text.size());
+  lines_.push_back(std::move(line));
+  return number;
+}
+
+// Drops the oldest lines of groups that have gone, until half of a table is free.
+void FlightRecorder::make_room() {
+  size_t size = header_->tables[header_->table].bytes;
+  const auto dropped = std::erase_if(lines_, [&](const Line& line) {
+    const bool drop = size > flight_group_bytes / 2 && line.user.expired();
+    if (drop) size -= line.text.size();
+    return drop;
+  });
+  if (dropped == 0) return;
+  header_->groups_left_out += static_cast<uint32_t>(dropped);
+  auto& other = header_->tables[1 - header_->table];
+  size_t place = 0;
+  for (const auto& line : lines_) {
+    std::memcpy(other.text + place, line.text.data(), line.text.size());
+    place += line.text.size();
+  }
+  other.bytes = static_cast<uint32_t>(size);
+  header_->table = 1 - header_->table;
 }
 
 uint64_t FlightRecorder::add(FlightRecord::Kind kind, int group, int peer, const Fingerprint& print) {

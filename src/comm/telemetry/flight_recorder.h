@@ -23,8 +23,8 @@ class FlightRecorder {
 
   // Records all ranks' processes, once the ranks have met.
   void join(const std::vector<ProcessId>& processes);
-  // Returns the group's number for enter(); -1 if there is no room for its name.
-  int add_group(const std::string& name, const std::vector<int>& world_ranks);
+  // Returns the group's number for enter(). user: the group's line may make room for others once it has gone.
+  int add_group(const std::string& name, const std::vector<int>& world_ranks, std::weak_ptr<const void> user);
 
   // Records the begin of an operation; returns the record's ticket. number: among operations of its kind in the group.
   uint64_t enter(FlightRecord::Kind kind, int group, const Call& call, uint64_t number);
@@ -35,12 +35,19 @@ class FlightRecorder {
   void failed(const std::string& why);
 
  private:
+  struct Line {
+    std::string text;
+    std::weak_ptr<const void> user;
+  };
+
+  void make_room();
   FlightRecord* find(uint64_t ticket);
   uint64_t add(FlightRecord::Kind kind, int group, int peer, const Fingerprint& print);
 
   std::mutex mutex_;  // guards groups and failure
   std::string path_;
-  int groups_ = 0;
+  int groups_ = 0;           // number of groups so far
+  std::vector<Line> lines_;  // in the valid table
   std::byte* data_ = nullptr;
   FlightHeader* header_ = nullptr;
   FlightRecord* records_ = nullptr;

@@ -112,11 +112,18 @@ void find_unfinished(const Evidence& evidence, const GroupView& group, Findings&
     if (!blame_those_gone(evidence, group, number, waiting, findings) &&
         !blame_the_late(evidence, group, number, findings)) {
       const auto& record = *group.find(waiting[0], number);
-      findings.push_back({Finding::under_way, evidence.entered(waiting[0], record),
-                          fmt::format("all ranks have entered {}{}, and {} not finished it: its data are under way, "
-                                      "or a rank does not wait for it",
-                                      describe(record), of_group(group),
-                                      rank_words(waiting) + (waiting.size() == 1 ? " has" : " have"))});
+      const auto who = rank_words(waiting) + (waiting.size() == 1 ? " has" : " have");
+      const auto what = describe(record) + of_group(group);
+      findings.push_back(
+          {Finding::under_way, evidence.entered(waiting[0], record),
+           group.unknown.empty()
+               ? fmt::format(
+                     "all ranks have entered {}, and {} not finished it: its data are under way, or a rank does "
+                     "not wait for it",
+                     what, who)
+               : fmt::format("{} not finished {}; what {} did there is unknown: the flight recorder had no room for "
+                             "all groups",
+                             who, what, rank_words(group.unknown))});
     }
     return;
   }
@@ -126,10 +133,14 @@ void find_other_waits(const Evidence& evidence, Findings& findings) {
   for (const auto& [rank, flight] : evidence.flights()) {
     for (const auto& record : flight->records) {
       const bool message = record.kind == FlightRecord::message;
-      if (record.finished != 0 || (!message && record.kind != FlightRecord::wait)) continue;
+      const bool of_no_group = record.kind == FlightRecord::collective && record.group < 0;
+      if (record.finished != 0 || (!message && !of_no_group && record.kind != FlightRecord::wait)) continue;
       findings.push_back({Finding::unheard, evidence.entered(rank, record),
                           fmt::format("rank {} has not finished {}{}", rank, describe(record),
-                                      message ? fmt::format(", with rank {} of its group", record.peer) : "")});
+                                      message       ? fmt::format(", with rank {} of its group", record.peer)
+                                      : of_no_group ? ", of a group that the flight recorder had no room for: for whom "
+                                                      "it waits is unknown"
+                                                    : "")});
       break;
     }
   }
