@@ -17,6 +17,7 @@
 #include "base/rank_list.h"
 #include "comm/telemetry/flight_recorder.h"
 #include "comm/telemetry/verdict.h"
+#include "shoal/world.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
@@ -180,6 +181,21 @@ TEST_F(ManyGroups, without_room_the_report_says_that_a_rank_waits_and_blames_nob
       "for whom it waits is unknown");
   EXPECT_THAT(wait_after(/*kept=*/true, /*also_on_rank_1=*/false),
               Contains(HasSubstr("rank 0 has not finished #1 all_reduce(sum, 4 x Float), of a group that")));
+}
+
+TEST_F(ManyGroups, of_a_job_that_have_ended_make_room_for_its_next) {
+  const TempFolder folder;
+  const auto world = init({.rank = 0, .size = 1, .flight_recorder = folder.path()});
+  const auto kept = world.group().subgroup({0});
+  for (int i = 0; i < many; ++i) world.group().subgroup({0});
+  auto tensor = at::ones({4});
+  world.group().subgroup({0}).all_reduce(tensor).wait();
+  kept.all_reduce(tensor).wait();
+  const auto flight = read_flight(folder.file("rank-0.flight"));
+  const auto name_of = [&](size_t back) { return flight.groups.at(flight.records.at(back).group).name; };
+  ASSERT_EQ(flight.records.size(), 2U);
+  EXPECT_EQ(name_of(0), "world[0]#4001");
+  EXPECT_EQ(name_of(1), "world[0]#0") << "it is in use";
 }
 
 TEST_F(FlightFiles, a_named_pipe_is_refused_at_once) {
