@@ -17,8 +17,7 @@ class Wrapped(torch.nn.Module):
     """Base of all wrappers."""
 
 
-# Mirrors of modules that live, so that two wrappers of one module know of each other. Wrappers keep them: a mirror refers to the
-# module's children, and a child may refer to the module.
+# Mirrors of modules that live, so that two wrappers of one module know of each other. Wrappers keep them.
 _mirrors: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_C.Mirror]] = weakref.WeakKeyDictionary()
 
 

@@ -122,6 +122,7 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         group = group_of(process_group)
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)
         super().__init__(module, mirror, core, parameters_where(module, set(options.get("ignored", ())).__contains__))
+        self._make = recipe.make  # which the core refers to
         self.optimizer = Rates(recipe)
         core.follow(self.optimizer)
         tell_of_loading(module, core)

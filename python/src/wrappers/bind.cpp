@@ -9,14 +9,13 @@
 
 namespace shoal::python {
 
-Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, py::object make,
+Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, const py::object& make,
                  std::shared_ptr<StepAgreement> agreement) {
-  Recipe recipe{.groups = {},
-                .defaults = std::make_unique<PythonOptions>(defaults, name),
-                .make = [made = share(std::move(make)), agreement = std::move(agreement),
-                         kinds = std::make_shared<NumberKinds>()](const ParamGroups& share) {
-                  return PythonOptimizer::make(share, made, agreement, kinds);
-                }};
+  Recipe recipe{
+      .groups = {},
+      .defaults = std::make_unique<PythonOptions>(defaults, name),
+      .make = [made = share_weakly(make), agreement = std::move(agreement), kinds = std::make_shared<NumberKinds>()](
+                  const ParamGroups& share) { return PythonOptimizer::make(share, made, agreement, kinds); }};
   for (const auto& entry : groups) {
     const auto group = entry.cast<py::dict>();
     recipe.groups.emplace_back(group["params"].cast<std::vector<at::Tensor>>(),

@@ -39,9 +39,9 @@ struct Recipe {
   std::unique_ptr<PythonOptions> defaults;
   ShardedOptimizerBase::Factory make;
 };
-// groups: param groups with all options; defaults: of the class `name`; make: takes a list of param groups; agreement: on
-// each step, or none.
-Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, py::object make,
+// groups: param groups with all options; defaults: of the class `name`; make: takes a list of param groups, and the wrapper keeps it;
+// agreement: on each step, or none.
+Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, const py::object& make,
                  std::shared_ptr<StepAgreement> agreement);
 
 // A communication hook: an object, its text ("bf16", "powersgd:4"), or None.

@@ -111,14 +111,14 @@ void bind_checkpoint(py::module_& module) {
       .def(py::init([](LocalUpdates& updates) { return hold(checkpoint_source(updates)); }), KeepArguments())
       .def(py::init([](DecentralizedDataParallelCore& parallel) { return hold(checkpoint_source(parallel)); }),
            KeepArguments())
-      .def(py::init([](DataParallelCore& parallel, py::object optimizer) {
-             auto held = PythonOptimizer::over(std::move(optimizer));
+      .def(py::init([](DataParallelCore& parallel, const py::object& optimizer) {
+             auto held = PythonOptimizer::over(optimizer);
              auto source = checkpoint_source(parallel, *held);
              return hold(std::move(source), std::move(held));
            }),
            KeepArguments())
-      .def(py::init([](const std::shared_ptr<Mirror>& mirror, py::object optimizer, const Group& group) {
-        auto held = PythonOptimizer::over(std::move(optimizer));
+      .def(py::init([](const std::shared_ptr<Mirror>& mirror, const py::object& optimizer, const Group& group) {
+        auto held = PythonOptimizer::over(optimizer);
         auto source = checkpoint_source(std::static_pointer_cast<torch::nn::Module>(mirror), *held, group);
         return hold(std::move(source), std::move(held));
       }))

@@ -32,13 +32,15 @@ DecentralizedDataParallelOptions decentralized_options(const py::dict& given, in
 
 // The optimizer of Python whose param groups a schedule changes.
 struct Followed {
-  SharedObject optimizer{};
+  SharedObject optimizer{};  // weak: the wrapper keeps it
 
   // Of a bucket's optimizer, whose groups have what a checkpoint has of the parameters in them.
   void write(const ParamGroups& loaded) const {
     if (!optimizer) return;
     const py::gil_scoped_acquire lock;
-    const auto list = optimizer->attr("param_groups").cast<py::list>();
+    const auto now = object_in(optimizer);
+    if (now.is_none()) return;  // nobody can change its groups any more
+    const auto list = now.attr("param_groups").cast<py::list>();
     for (size_t number = 0; number < loaded.size(); ++number) {
       if (loaded[number].params().empty()) continue;
       static_cast<const PythonOptions&>(loaded[number].options()).write_to(list[number].cast<py::dict>());
@@ -48,10 +50,12 @@ struct Followed {
   void read(ParamGroups& own) const {
     if (!optimizer) return;
     const py::gil_scoped_acquire lock;
-    const auto list = optimizer->attr("param_groups").cast<py::list>();
+    const auto now = object_in(optimizer);
+    if (now.is_none()) return;  // nobody can change its groups any more
+    const auto list = now.attr("param_groups").cast<py::list>();
     for (size_t number = 0; number < own.size(); ++number) {
-      const auto& now = static_cast<const PythonOptions&>(own[number].options());
-      own[number].set_options(std::make_unique<PythonOptions>(list[number].cast<py::dict>(), now.optimizer()));
+      const auto& kept = static_cast<const PythonOptions&>(own[number].options());
+      own[number].set_options(std::make_unique<PythonOptions>(list[number].cast<py::dict>(), kept.optimizer()));
     }
   }
 };
@@ -84,8 +88,8 @@ class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
   const std::shared_ptr<Mirror>& module() const { return mirror_; }
 
   // Takes options from the param groups of this optimizer from now on, when buckets are updated. Call it with the lock.
-  void follow(py::object optimizer) {
-    followed_->optimizer = share(std::move(optimizer));
+  void follow(const py::object& optimizer) {
+    followed_->optimizer = share_weakly(optimizer);
     read_options();
   }
   // Takes them now.
@@ -122,12 +126,12 @@ void bind_decentralized(py::module_& module) {
       module, "DecentralizedDataParallelCore");
   bound
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const py::list& groups, const py::dict& defaults,
-                       const std::string& name, py::object make, const Group& group, const py::dict& given) {
+                       const std::string& name, const py::object& make, const Group& group, const py::dict& given) {
         const auto options = decentralized_options(given, group.size());
-        auto recipe = std::make_shared<Recipe>(recipe_of(groups, defaults, name, std::move(make), nullptr));
+        auto recipe = std::make_shared<Recipe>(recipe_of(groups, defaults, name, make, nullptr));
         return unlocked([&] { return Held<DecentralizedCore>(new DecentralizedCore(mirror, recipe, group, options)); });
       }))
-      .def("follow", [](DecentralizedCore& core, py::object optimizer) { core.follow(std::move(optimizer)); })
+      .def("follow", [](DecentralizedCore& core, const py::object& optimizer) { core.follow(optimizer); })
       .def("read_options", [](DecentralizedCore& core) { core.read_options(); })
       .def("before_loading", [](DecentralizedCore& core) { core.before_loading(); })
       .def("parameters_loaded", [](DecentralizedCore& core) { core.parameters_loaded(); })

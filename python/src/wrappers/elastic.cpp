@@ -18,11 +18,12 @@ namespace {
 class ElasticTrainer {
  public:
   // An optimizer that is whole on each rank.
-  ElasticTrainer(DataParallelCore& parallel, py::object optimizer, DistributedSampler* sampler, const py::dict& given)
+  ElasticTrainer(DataParallelCore& parallel, const py::object& optimizer, DistributedSampler* sampler,
+                 const py::dict& given)
       : world_(world_of(parallel.group())),
         joining_(world_.joining()),
         module_(std::static_pointer_cast<Mirror>(parallel.module())),
-        whole_(PythonOptimizer::over(std::move(optimizer))) {
+        whole_(PythonOptimizer::over(optimizer)) {
     make(sampler, given, parallel, *whole_);
     if (joining_) whole_->write();
   }
@@ -270,8 +271,8 @@ void bind_elastic(py::module_& module) {
            py::keep_alive<1, 3>())
       .def(py::init<LocalTraining&, DistributedSampler*, const py::dict&>(), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
-      .def(py::init<DataParallelCore&, py::object, DistributedSampler*, const py::dict&>(), py::keep_alive<1, 2>(),
-           py::keep_alive<1, 4>())
+      .def(py::init<DataParallelCore&, const py::object&, DistributedSampler*, const py::dict&>(),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
       .def("follow", &Trainer::follow)
       .def("step", &Trainer::step)
       .def("together", &Trainer::together)

@@ -110,9 +110,9 @@ void bind_fsdp(py::module_& module) {
   using Optimizer = FullyShardedOptimizerCore;
   py::class_<Optimizer, ShardedOptimizerCore, Held<Optimizer>>(module, "FullyShardedOptimizerCore")
       .def(py::init([](FsdpCore& core, const py::list& groups, const py::dict& defaults, const std::string& name,
-                       py::object make, bool element_wise, const py::dict& given) {
+                       const py::object& make, bool element_wise, const py::dict& given) {
              const auto options = fsdp_optimizer_options(given);
-             auto recipe = recipe_of(groups, defaults, name, std::move(make),
+             auto recipe = recipe_of(groups, defaults, name, make,
                                      std::make_shared<StepAgreement>(core.group(), "FullyShardedOptimizer"));
              return unlocked([&] {
                return Held<Optimizer>(new Optimizer(core, std::move(recipe.groups), std::move(recipe.defaults),

@@ -24,6 +24,24 @@ inline SharedObject share(py::object object) {
           }};
 }
 
+// A weak reference. Python's garbage collector sees nothing of what C++ holds, and a user's object may lead to the wrapper, so
+// that both would stay for ever: wrappers in Python keep such objects, and C++ refers to them. Call it with the lock.
+inline SharedObject share_weakly(const py::object& object) {
+  return share(py::weakref(object));
+}
+
+// The object; none: its weak reference has outlived it. Call it with the lock.
+inline py::object object_in(const SharedObject& reference) {
+  auto* held = reference->ptr();
+  if (!PyWeakref_Check(held)) return *reference;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* object = nullptr;
+  return PyWeakref_GetRef(held, &object) == 1 ? py::reinterpret_steal<py::object>(object) : py::none();
+#else
+  return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(held));
+#endif
+}
+
 // Deleter of bound objects: destructors may wait for threads that need the lock.
 struct DeleteUnlocked {
   template <class T>

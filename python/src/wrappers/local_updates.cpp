@@ -37,10 +37,10 @@ void bind_local_updates(py::module_& module) {
   py::class_<MeanParameters, Held<MeanParameters>>(module, "MeanParameters");
   py::class_<LocalUpdates, Held<LocalUpdates>>(module, "LocalUpdatesCore");
   py::class_<LocalTraining, Held<LocalTraining>>(module, "LocalUpdates")
-      .def(
-          py::init([](std::shared_ptr<Mirror> mirror, py::object optimizer, const Group& group, const py::dict& given) {
+      .def(py::init(
+          [](std::shared_ptr<Mirror> mirror, const py::object& optimizer, const Group& group, const py::dict& given) {
             const auto options = local_updates_options(given);
-            auto inner = PythonOptimizer::over(std::move(optimizer));
+            auto inner = PythonOptimizer::over(optimizer);
             return unlocked([&] {
               auto updates = std::make_unique<LocalUpdates>(mirror, *inner, group, options);
               return Held<LocalTraining>(new LocalTraining{

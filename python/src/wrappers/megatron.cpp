@@ -29,11 +29,11 @@ void bind_megatron(py::module_& module) {
   using Core = DistributedOptimizerCore;
   py::class_<Core, ShardedOptimizerCore, Held<Core>>(module, "DistributedOptimizerCore")
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const py::list& groups, const py::dict& defaults,
-                       const std::string& name, py::object make, bool element_wise, const Group& group,
+                       const std::string& name, const py::object& make, bool element_wise, const Group& group,
                        const py::dict& given) {
         const auto options = megatron_options(given);
-        auto recipe = recipe_of(groups, defaults, name, std::move(make),
-                                std::make_shared<StepAgreement>(group, "DistributedOptimizer"));
+        auto recipe =
+            recipe_of(groups, defaults, name, make, std::make_shared<StepAgreement>(group, "DistributedOptimizer"));
         return unlocked([&] {
           return Held<Core>(new Core({mirror}, std::move(recipe.groups), std::move(recipe.defaults), recipe.make,
                                      element_wise, group, options));

@@ -18,6 +18,11 @@ bool is_embedding(const py::object& module) {
   return py::isinstance(module, nn.attr("Embedding")) || py::isinstance(module, nn.attr("EmbeddingBag"));
 }
 
+// Forwards look tables up by it.
+SharedObject interned(const char* name) {
+  return share(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name)));
+}
+
 at::Tensor checked(const py::handle& value, const std::string& name) {
   if (!THPVariable_Check(value.ptr())) {
     throw UsageError(fmt::format("{} is a {}, not a tensor", name, Py_TYPE(value.ptr())->tp_name));
@@ -50,7 +55,7 @@ void Mirror::add(const py::object& module, const std::string& name, const std::s
           fmt::format("{} is a {}, which has no Python parameters of its own: wrap the module it was made from",
                       name.empty() ? "the module" : name, Py_TYPE(module.ptr())->tp_name));
     }
-    walk.tables.push_back({share(dict), kind, name.empty() ? "" : name + "."});
+    walk.tables.push_back({share_weakly(module), interned(attribute), kind, name.empty() ? "" : name + "."});
     return dict.cast<py::dict>();
   };
   if (is_embedding(module) && py::bool_(module.attr("sparse"))) {
@@ -62,10 +67,11 @@ void Mirror::add(const py::object& module, const std::string& name, const std::s
   const auto slots = [&](py::dict dict, auto&& act) {
     const auto here = walk.tables.size() - 1;
     for (const auto& [key, value] : dict) {
-      at::Tensor tensor;
-      if (!value.is_none()) tensor = act(py::cast<std::string>(key), py::reinterpret_borrow<py::object>(value));
-      walk.tables[here].slots.push_back({share(py::reinterpret_borrow<py::object>(key)),
-                                         share(py::reinterpret_borrow<py::object>(value)), std::move(tensor)});
+      const auto object = py::reinterpret_borrow<py::object>(value);
+      Slot slot{.key = share(py::reinterpret_borrow<py::object>(key))};
+      if (!value.is_none()) slot.tensor = slot.seen = act(py::cast<std::string>(key), object);
+      if (!value.is_none() && !slot.tensor.defined()) slot.child = share_weakly(object);
+      walk.tables[here].slots.push_back(std::move(slot));
     }
   };
   const auto full = [&](const std::string& key) { return name.empty() ? key : name + "." + key; };
@@ -75,7 +81,6 @@ void Mirror::add(const py::object& module, const std::string& name, const std::s
     return tensor;
   });
   auto buffers = table("_buffers", "buffer");
-  walk.tables.back().transient = share(module.attr("_non_persistent_buffers_set"));
   for (const auto& key : module.attr("_non_persistent_buffers_set")) {
     walk.transient.insert(full(py::cast<std::string>(key)));
   }
@@ -104,21 +109,33 @@ std::shared_ptr<Mirror> Mirror::of(const py::object& module) {
 }
 
 // Caches, such as masks, that a module keeps out of its state and makes when it needs them.
-bool Mirror::Table::leaves_alone(const py::handle& key) const {
-  return transient && PySet_Contains(transient->ptr(), key.ptr()) == 1;
+bool Mirror::Table::leaves_alone(const py::object& owner_now, const py::handle& key) const {
+  return is_buffers() && PySet_Contains(owner_now.attr("_non_persistent_buffers_set").ptr(), key.ptr()) == 1;
+}
+
+bool Mirror::Slot::holds(const py::handle& value) const {
+  if (value.ptr() == nullptr) return false;
+  if (child) {
+    const auto known = object_in(child);  // none: it has gone, so it is no child any more
+    return !known.is_none() && known.is(value);
+  }
+  if (!seen.defined()) return value.is_none();
+  return THPVariable_Check(value.ptr()) && THPVariable_Unpack(value.ptr()).is_same(seen);
 }
 
 void Mirror::refresh_table(Table& table) {
-  auto* dict = table.dict->ptr();
-  const bool buffer = std::string_view(table.kind) == "buffer";
+  const auto module = object_in(table.module);
+  if (module.is_none()) return;  // nobody can change it any more
+  const py::object dict = module.attr(*table.attribute);
+  const bool buffer = table.is_buffers();
   const auto refuse = [&](const py::handle& key, const char* what, const char* instead = advice) {
     throw UsageError(
         fmt::format("the {} {}{} was {}; {}", table.kind, table.owner, key.cast<std::string>(), what, instead));
   };
   for (auto& slot : table.slots) {
-    auto* now = PyDict_GetItemWithError(dict, slot.key->ptr());
-    if (now == slot.value->ptr()) continue;
-    if (table.leaves_alone(*slot.key) && !slot.tensor.defined()) continue;
+    auto* now = PyDict_GetItemWithError(dict.ptr(), slot.key->ptr());
+    if (slot.holds(now)) continue;
+    if (table.leaves_alone(module, *slot.key) && !slot.tensor.defined()) continue;
     if (now == nullptr) refuse(*slot.key, "removed");
     if (buffer && !slot.tensor.defined()) {
       refuse(*slot.key, "None when the module was wrapped, so that no rank synchronises or saves it");
@@ -128,13 +145,13 @@ void Mirror::refresh_table(Table& table) {
       refuse(*slot.key,
              "replaced by another object (for torch.func.functional_call(), give it the module, model.module)");
     }
-    slot.tensor.set_data(checked(now, table.owner + slot.key->cast<std::string>()).detach());
-    *slot.value = py::reinterpret_borrow<py::object>(now);
+    slot.seen = checked(now, table.owner + slot.key->cast<std::string>());
+    slot.tensor.set_data(slot.seen.detach());
   }
-  if (PyDict_Size(dict) == static_cast<Py_ssize_t>(table.slots.size())) return;
-  for (const auto& [key, value] : table.dict->cast<py::dict>()) {
+  if (PyDict_Size(dict.ptr()) == static_cast<Py_ssize_t>(table.slots.size())) return;
+  for (const auto& [key, value] : dict.cast<py::dict>()) {
     const auto known = [&key = key](const Slot& slot) { return slot.key->equal(key); };
-    if (table.leaves_alone(key) || std::any_of(table.slots.begin(), table.slots.end(), known)) continue;
+    if (table.leaves_alone(module, key) || std::any_of(table.slots.begin(), table.slots.end(), known)) continue;
     refuse(key, "added", buffer ? "register it in __init__, or in forward with persistent=False" : advice);
   }
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "wrappers/gil.h"
@@ -32,17 +33,20 @@ class Mirror : public torch::nn::Module, public HasTransientBuffers {
 
   struct Slot {
     SharedObject key;
-    SharedObject value;
-    at::Tensor tensor{};  // undefined: a child, or None
+    SharedObject child{};  // weak; nullptr: a tensor or None
+    at::Tensor tensor{};   // undefined: a child, or None
+    at::Tensor seen{};     // what the module had last: `tensor`, or a buffer in its place
+    bool holds(const py::handle& value) const;
   };
   struct Table {
-    SharedObject dict;  // _parameters, _buffers or _modules of the Python module
+    SharedObject module;     // weak
+    SharedObject attribute;  // _parameters, _buffers or _modules
     const char* kind;
     std::string owner;  // name of the module in its root, with a dot
     std::vector<Slot> slots{};
-    SharedObject transient{};  // of buffers: names of those that state_dict() leaves out
+    bool is_buffers() const { return std::string_view(kind) == "buffer"; }
     // Whether it may come and go when it was None, or not there, at construction.
-    bool leaves_alone(const py::handle& key) const;
+    bool leaves_alone(const py::object& owner_now, const py::handle& key) const;
   };
   struct Walk;
 

@@ -23,6 +23,12 @@ std::string kind_of(const py::handle& number) {
   return py::isinstance<py::int_>(number) ? "int" : "float";
 }
 
+py::object optimizer_in(const SharedObject& reference) {
+  auto optimizer = object_in(reference);
+  if (optimizer.is_none()) throw UsageError("the optimizer has been destroyed: keep it as long as it is in use");
+  return optimizer;
+}
+
 // "AdamW" for torch.optim's classes; other names are complete.
 std::string class_of(const py::object& optimizer) {
   const auto kind = py::type::of(optimizer);
@@ -43,7 +49,7 @@ class PythonState : public torch::optim::OptimizerParamState {
   bool is_of(const SharedObject& optimizer) const { return optimizer_ == optimizer; }
   // The dictionary of a Python optimizer, empty if it has none of this parameter. Call it with the lock.
   py::dict entry() const {
-    const auto state = optimizer_->attr("state").cast<py::dict>();
+    const auto state = optimizer_in(optimizer_).attr("state").cast<py::dict>();
     return state.contains(*parameter_) ? state[*parameter_].cast<py::dict>() : py::dict();
   }
 
@@ -51,7 +57,7 @@ class PythonState : public torch::optim::OptimizerParamState {
     if (is_loaded()) return loaded_;
     const py::gil_scoped_acquire lock;
     NamedState named;
-    const auto state = optimizer_->attr("state").cast<py::dict>();
+    const auto state = optimizer_in(optimizer_).attr("state").cast<py::dict>();
     if (!state.contains(*parameter_)) return named;
     for (const auto& [key, value] : state[*parameter_].cast<py::dict>()) {
       const auto name = key.cast<std::string>();
@@ -78,7 +84,7 @@ class PythonState : public torch::optim::OptimizerParamState {
     throw UsageError(
         fmt::format("the state {} of the optimizer {} is a {}; shoal moves and saves tensors and numbers: use another "
                     "optimizer, or save the module alone, with save_module()",
-                    name, class_of(*optimizer_), Py_TYPE(value.ptr())->tp_name));
+                    name, class_of(optimizer_in(optimizer_)), Py_TYPE(value.ptr())->tp_name));
   }
 
   SharedObject optimizer_, parameter_;
@@ -121,11 +127,11 @@ std::unique_ptr<PythonOptions> options_in(const py::object& optimizer, const py:
 
 }  // namespace
 
-PythonOptimizer::PythonOptimizer(SharedObject python, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults)
-    : Optimizer(ParamGroups(), std::move(defaults)), python_(std::move(python)), options_of_(options_of) {
-  for (const auto& entry : python_->attr("param_groups")) {
+PythonOptimizer::PythonOptimizer(SharedObject object, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults)
+    : Optimizer(ParamGroups(), std::move(defaults)), python_(std::move(object)), options_of_(options_of) {
+  for (const auto& entry : python().attr("param_groups")) {
     const auto group = entry.cast<py::dict>();
-    param_groups_.emplace_back(group["params"].cast<std::vector<at::Tensor>>(), options_in(*python_, group));
+    param_groups_.emplace_back(group["params"].cast<std::vector<at::Tensor>>(), options_in(python(), group));
   }
   read_state();
 }
@@ -143,7 +149,9 @@ std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups
     if (group.has_options()) static_cast<const PythonOptions&>(group.options()).write_to(entry);
     list.append(entry);
   }
-  auto python = (*make)(list);
+  const auto maker = object_in(make);
+  if (maker.is_none()) throw UsageError("the optimizer has been destroyed: keep it as long as it is in use");
+  auto python = maker(list);
   auto defaults = options_in(python, python.attr("defaults").cast<py::dict>());
   auto made = std::unique_ptr<PythonOptimizer>(
       new PythonOptimizer(share(std::move(python)), OptionsOf::libtorch, std::move(defaults)));
@@ -152,10 +160,14 @@ std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups
   return made;
 }
 
-std::unique_ptr<PythonOptimizer> PythonOptimizer::over(py::object optimizer) {
+std::unique_ptr<PythonOptimizer> PythonOptimizer::over(const py::object& optimizer) {
   auto defaults = options_in(optimizer, optimizer.attr("defaults").cast<py::dict>());
   return std::unique_ptr<PythonOptimizer>(
-      new PythonOptimizer(share(std::move(optimizer)), OptionsOf::python, std::move(defaults)));
+      new PythonOptimizer(share_weakly(optimizer), OptionsOf::python, std::move(defaults)));
+}
+
+py::object PythonOptimizer::python() const {
+  return optimizer_in(python_);
 }
 
 at::Tensor PythonOptimizer::step(LossClosure) {
@@ -200,14 +212,14 @@ void PythonOptimizer::step_alone() {
   write_state();
   const bool empty =
       std::all_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) { return group.params().empty(); });
-  if (!empty && source_) python_->attr("step")();  // the program steps no other one
-  if (!empty && !source_) py::module_::import("shoal.optim._state").attr("step_within")(*python_);
+  if (!empty && source_) python().attr("step")();  // the program steps no other one
+  if (!empty && !source_) py::module_::import("shoal.optim._state").attr("step_within")(python());
   read_state();
 }
 
 // A part of its parameters may take the place of all of them for a step, as in an elastic job.
 void PythonOptimizer::write_parameters() {
-  const auto groups = python_->attr("param_groups").cast<py::list>();
+  const auto groups = python().attr("param_groups").cast<py::list>();
   for (size_t number = 0; number < groups.size(); ++number) {
     const auto& parameters = param_groups_[number].params();
     const py::list present = groups[number].cast<py::dict>()["params"];
@@ -232,24 +244,24 @@ void PythonOptimizer::write() {
 }
 
 void PythonOptimizer::read_options() {
-  const auto groups = python_->attr("param_groups").cast<py::list>();
+  const auto groups = python().attr("param_groups").cast<py::list>();
   if (groups.size() != param_groups_.size()) {
     throw UsageError("the optimizer has other param groups than at construction; construct it again");
   }
   for (size_t number = 0; number < groups.size(); ++number) {
-    param_groups_[number].set_options(options_in(*python_, groups[number].cast<py::dict>()));
+    param_groups_[number].set_options(options_in(python(), groups[number].cast<py::dict>()));
   }
 }
 
 void PythonOptimizer::write_options() {
-  const auto groups = python_->attr("param_groups").cast<py::list>();
+  const auto groups = python().attr("param_groups").cast<py::list>();
   for (size_t number = 0; number < groups.size(); ++number) {
     static_cast<const PythonOptions&>(param_groups_[number].options()).write_to(groups[number].cast<py::dict>());
   }
 }
 
 void PythonOptimizer::read_state() {
-  const auto state = python_->attr("state").cast<py::dict>();
+  const auto state = python().attr("state").cast<py::dict>();
   for (const auto& group : param_groups_) {
     for (const auto& parameter : group.params()) {
       auto& slot = state_[parameter.unsafeGetTensorImpl()];
@@ -266,7 +278,7 @@ void PythonOptimizer::read_state() {
 }
 
 void PythonOptimizer::require_state_of_parameters() const {
-  for (const auto& [key, value] : python_->attr("state").cast<py::dict>()) {
+  for (const auto& [key, value] : python().attr("state").cast<py::dict>()) {
     if (THPVariable_Check(key.ptr())) continue;
     throw UsageError(
         fmt::format("Elastic: the optimizer keeps state under {}, which is no parameter: keep it in param_groups, or "
@@ -279,13 +291,13 @@ void PythonOptimizer::require_state_of_parameters() const {
 void PythonOptimizer::learn_kinds() {
   if (options_of_ == OptionsOf::libtorch || std::exchange(knows_kinds_, true)) return;
   const auto state = py::module_::import("shoal.optim._state");
-  const auto kinds = state.attr("number_kinds")(state.attr("maker_of")(*python_), python_->attr("param_groups"));
+  const auto kinds = state.attr("number_kinds")(state.attr("maker_of")(python()), python().attr("param_groups"));
   kinds_->merge(kinds.cast<NumberKinds>());
 }
 
 // State that C++ has set, dropped, or taken over from another Python optimizer.
 void PythonOptimizer::write_state() {
-  const auto state = python_->attr("state").cast<py::dict>();
+  const auto state = python().attr("state").cast<py::dict>();
   // In an elastic job C++ keeps the state, in memory that ranks share, and Python has it for a step.
   const bool lends = agreement_ && agreement_->before_commit();
   for (auto known = known_.begin(); known != known_.end();) {
@@ -305,7 +317,7 @@ void PythonOptimizer::write_state() {
       const auto object = py::cast(parameter);
       if (held.is_loaded()) {
         learn_kinds();
-        load_into(*python_, object, held.read(), *kinds_, /*copy=*/!lends);
+        load_into(python(), object, held.read(), *kinds_, /*copy=*/!lends);
       } else {
         state[object] = held.entry();  // of the optimizer that had this parameter before shares were made again
       }

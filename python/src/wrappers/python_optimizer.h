@@ -30,8 +30,8 @@ class PythonOptimizer : public torch::optim::Optimizer {
   static std::unique_ptr<PythonOptimizer> make(const ParamGroups& groups, const SharedObject& make,
                                                std::shared_ptr<StepAgreement> agreement,
                                                std::shared_ptr<NumberKinds> kinds);
-  // A Python optimizer that exists, over its own parameters. Call it with the lock.
-  static std::unique_ptr<PythonOptimizer> over(py::object optimizer);
+  // A Python optimizer that exists, over its own parameters. Who uses this one keeps it. Call it with the lock.
+  static std::unique_ptr<PythonOptimizer> over(const py::object& optimizer);
 
   // Each step asks `source` for the options first. Call it with the lock.
   void follow(std::function<void(ParamGroups&)> source) { source_ = std::move(source); }
@@ -48,13 +48,13 @@ class PythonOptimizer : public torch::optim::Optimizer {
   // would have. Call it with the lock.
   void require_state_of_parameters() const;
 
-  const py::object& python() const { return *python_; }
+  py::object python() const;
   StepAgreement* agreement() const { return agreement_.get(); }
   // What is known of numbers so far. Numbers of a state that is loaded are the same in Python, or tensors of float32.
   NumberKinds& kinds() const { return *kinds_; }
 
  private:
-  PythonOptimizer(SharedObject python, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults);
+  PythonOptimizer(SharedObject object, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults);
   void step_alone();
   void write_parameters();
   void read_options();
@@ -62,7 +62,7 @@ class PythonOptimizer : public torch::optim::Optimizer {
   void read_state();
   void learn_kinds();
 
-  SharedObject python_;
+  SharedObject python_;  // weak if it is the program's
   OptionsOf options_of_;
   std::shared_ptr<StepAgreement> agreement_;
   std::shared_ptr<NumberKinds> kinds_ = std::make_shared<NumberKinds>();

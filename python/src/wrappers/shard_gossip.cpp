@@ -37,11 +37,11 @@ void bind_shard_gossip(py::module_& module) {
   using Core = ShardGossipOptimizerCore;
   py::class_<Core, FullyShardedOptimizerCore, Held<Core>>(module, "ShardGossipOptimizerCore")
       .def(py::init([](FullyShardedCore& parallel, const Group& across, const py::list& groups,
-                       const py::dict& defaults, const std::string& name, py::object make, bool element_wise,
+                       const py::dict& defaults, const std::string& name, const py::object& make, bool element_wise,
                        double clip_grad, const py::object& scaler, const py::dict& given) {
              const auto gossip = gossip_options(given, across.size());
              const auto options = gossip_optimizer_options(clip_grad, scaler);
-             auto recipe = recipe_of(groups, defaults, name, std::move(make),
+             auto recipe = recipe_of(groups, defaults, name, make,
                                      std::make_shared<StepAgreement>(parallel.group(), "ShardGossipOptimizer"));
              return unlocked([&] {
                return Held<Core>(new Core(parallel, across, std::move(recipe.groups), std::move(recipe.defaults),

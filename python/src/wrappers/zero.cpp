@@ -43,10 +43,10 @@ ShardedDataParallelOptions sharded_ddp_options(const py::dict& given) {
 
 void bind_zero(py::module_& module) {
   py::class_<OSSCore, ShardedOptimizerBase, Held<OSSCore>>(module, "OSSCore")
-      .def(py::init([](const py::list& groups, const py::dict& defaults, const std::string& name, py::object make,
-                       const Group& group, const py::dict& given) {
+      .def(py::init([](const py::list& groups, const py::dict& defaults, const std::string& name,
+                       const py::object& make, const Group& group, const py::dict& given) {
         const auto options = oss_options(given);
-        auto recipe = recipe_of(groups, defaults, name, std::move(make), std::make_shared<StepAgreement>(group, "OSS"));
+        auto recipe = recipe_of(groups, defaults, name, make, std::make_shared<StepAgreement>(group, "OSS"));
         return unlocked([&] {
           return Held<OSSCore>(new OSSCore(recipe.groups, std::move(recipe.defaults), std::move(recipe.make),
                                            /*element_wise=*/false, group, options));
@@ -85,9 +85,10 @@ void bind_zero(py::module_& module) {
   parallel
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const std::vector<OSSCore*>& optimizers,
                        const Group& group, const py::dict& given) {
-        const auto options = sharded_ddp_options(given);
-        return unlocked([&] { return Held<Core>(new Core(mirror, optimizers, group, options)); });
-      }))
+             const auto options = sharded_ddp_options(given);
+             return unlocked([&] { return Held<Core>(new Core(mirror, optimizers, group, options)); });
+           }),
+           py::keep_alive<1, 3>())  // the collector drops objects in any order
       .def("refresh_trainable", [](Core& core) { unlocked([&] { core.refresh_trainable(); }); })
       .def("reduce", [](Core& core) { unlocked([&] { core.reduce(); }); });
   bind_parallel<Core>(parallel);
