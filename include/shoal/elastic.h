@@ -212,10 +212,12 @@ struct ElasticOptions {
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds; with straggler_seconds it is
 // killed before, and `shoal launch --max-restarts` starts another one in its place.
 //
-// All ranks compute on the CPU, over shared memory or tcp or Gloo; over shared memory alone with OSS, hybrid
-// shards, and DistributedOptimizer with shard_within_host. They run on one host; or on several, so that a host may be lost with all of its ranks. Each host has all of the state with an optimizer that
-// is whole on each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS over
-// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host. After a
+// All ranks compute on the CPU, over shared memory or tcp or Gloo; over shared memory alone with OSS, hybrid shards,
+// and DistributedOptimizer with shard_within_host. They run on one host; or on several, so that a host may be lost
+// with all of its ranks. Each host has all of the state with an optimizer that is whole on each rank, with
+// LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS over
+// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host.
+// After a
 // death, hosts with more ranks than the smallest have some that own no shards. With full_shard or shard_grad_op of
 // FullyShardedDataParallel, which no host may be able to hold, and with DistributedOptimizer without shard_within_host, each shard
 // has a second owner on another host, which makes the same updates; if both end before shards are divided anew, the job is lost.

@@ -62,7 +62,7 @@ TEST(Lateness, a_wait_is_that_of_the_steady_clock) {
   const test::TempFolder folder;
   FlightRecorder only(folder.path(), 0, 1);
   only.join({this_process()});
-  only.add_group("world", {0});
+  only.add_group("world", {0}, {});
   only.enter(FlightRecord::collective, 0, call_of(3), 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   auto flights = read_flights({folder.path()});

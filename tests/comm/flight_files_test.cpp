@@ -85,7 +85,7 @@ TEST_F(FlightFiles, the_newest_job_of_a_host_is_that_by_its_steady_clock) {
   std::memcpy(bytes.data() + offsetof(FlightHeader, rank), &rank, sizeof rank);
   std::ofstream(folder_.file("rank-1.flight"), std::ios::binary) << bytes;
   std::optional<FlightRecorder> present(std::in_place, folder_.path(), 0, 1);
-  const int group = present->add_group("world", {0});
+  const int group = present->add_group("world", {0}, {});
   Call call;
   call.op = Op::all_reduce;
   call.inputs = {at::ones({4})};

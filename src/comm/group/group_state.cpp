@@ -20,12 +20,12 @@
 namespace shoal {
 
 // Leaks a failed group's transport until the process ends: operations that never finish keep its threads busy, and
-// joining those would block until their deadline.
+// joining those would block until their deadline. A forked child leaks all: a thread of its parent may wait in them.
 GroupProgress::~GroupProgress() {
   const bool forked = getpid() != pid;  // the threads are the parent's
   const bool busy = forked || !failure.text().empty() ||
                     std::any_of(left_behind.begin(), left_behind.end(), [](const auto& work) { return !work->done(); });
-  if (!busy || !transport->joins_threads()) return;
+  if (!busy || (!forked && !transport->joins_threads())) return;
   for (auto& work : left_behind) static_cast<void>(work.release());
   new std::shared_ptr<Transport>(std::move(transport));
 }
