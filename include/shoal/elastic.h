@@ -213,19 +213,19 @@ struct ElasticOptions {
 // killed before, and `shoal launch --max-restarts` starts another one in its place.
 //
 // All ranks compute on the CPU, over shared memory or tcp or Gloo; over shared memory alone with OSS, hybrid shards,
-// and DistributedOptimizer with shard_within_host. They run on one host; or on several, so that a host may be lost
-// with all of its ranks. Each host has all of the state with an optimizer that is whole on each rank, with
-// LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS over
-// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host.
-// After a
-// death, hosts with more ranks than the smallest have some that own no shards. With full_shard or shard_grad_op of
-// FullyShardedDataParallel, which no host may be able to hold, and with DistributedOptimizer without shard_within_host, each shard
-// has a second owner on another host, which makes the same updates; if both end before shards are divided anew, the job is lost.
-// Reading parameters of FullyShardedDataParallel communicates there: do it in together(). Those of DistributedOptimizer come to all
-// ranks behind update(): using them in it behind the optimizer's step() is a UsageError. Hosts agree through the job's store: if it
-// is lost, the job is (JobLost). So let the launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0 does, and
-// must live. There ranks and hosts join, and straggler_seconds kills, under launchers that were started with
-// --elastic MIN:MAX.
+// ShardGossipOptimizer, and DistributedOptimizer with shard_within_host. They run on one host; or on several, so
+// that a host may be lost with all of its ranks. Each host has all of the state with an optimizer that is whole on
+// each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS
+// over world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and
+// shard_within_host. After a death, hosts with more ranks than the smallest have some that own no shards. With
+// full_shard or shard_grad_op of FullyShardedDataParallel, which no host may be able to hold, and with
+// DistributedOptimizer without shard_within_host, each shard has a second owner on another host, which makes the
+// same updates; if both end before shards are divided anew, the job is lost. Reading parameters of
+// FullyShardedDataParallel communicates there: do it in together(). Those of DistributedOptimizer come to all ranks
+// behind the second function of step(): using them in it behind the optimizer's step() is a UsageError. Hosts agree
+// through the job's store: if it is lost, the job is (JobLost). So let the launcher of node 0 hold it (`shoal launch
+// --nnodes`): otherwise rank 0 does, and must live. There ranks and hosts join, and straggler_seconds kills, under
+// launchers that were started with --elastic MIN:MAX.
 //
 // Errors: UsageError at construction names what is not supported (other strategies, several model chunks, parameters that ranks do not share,
 // OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.

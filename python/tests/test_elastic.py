@@ -100,9 +100,10 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
 )
 def test_ELA04_shards_over_sockets_have_second_owners(strategy, victim, where):
     def run(rank):
-        seen = []
+        seen, changes = [], []
         end = Moment(rank, victim, where, 3)
-        return train(end, seen, STRATEGIES[strategy]), seen, dist.get_world_size()
+        net = train(end, seen, STRATEGIES[strategy], on_change=changes.append)
+        return net, seen, dist.get_world_size(), [(change.step, change.finished_step) for change in changes]
 
     tcp = shoal.distributed.Options(transport="tcp")
     outcomes = Ranks(run, ranks=3, init={"pg_options": tcp}).outcomes(timeout=60)
@@ -112,6 +113,8 @@ def test_ELA04_shards_over_sockets_have_second_owners(strategy, victim, where):
         assert outcomes[rank][0], outcomes[rank]
         assert outcomes[rank][1][2] == 2
         assert outcomes[rank][1][0] == outcomes[left[0]][1][0]
+        if where == "updated":  # the others are sending each other what they have updated
+            assert outcomes[rank][1][3] == [(4, True)]
 
 
 @pytest.mark.parametrize(("where", "victim"), [("forward", 1), ("backward", 0), ("evaluation", 1)])

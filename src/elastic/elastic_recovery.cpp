@@ -28,11 +28,11 @@ std::string Elastic::State::with_checkpoint(const std::string& lost) const {
   return lost + (generations->is_newcomer() ? "" : "; " + parts->lost_shards()) + checkpoint;
 }
 
-void Elastic::State::recover(const std::function<void()>* update) {
+void Elastic::State::recover(const std::function<void()>* update, std::optional<int64_t> done_before_step) {
   const auto begin = SteadyClock::now();
   const auto former = world.group();
   const auto members = generations->members();
-  const auto done_before = done;
+  const auto done_before = done_before_step.value_or(done);
   const auto updated_before = parts->updated_elements();
   const bool comes = generations->is_newcomer();
   asked = differ = false;

@@ -62,7 +62,7 @@ struct Elastic::State {
   void commit_over_hosts(bool map);
   void finish(const std::function<void()>& update);
   void finish_step(const std::function<void()>& update);
-  void publish_update();
+  void publish_update(int64_t done_before_step);
   void leave_step();
   void skip_step();
   // UsageError within a step, and after an update that has failed.
@@ -103,7 +103,8 @@ struct Elastic::State {
 
   // elastic_recovery.cpp
   // update: of the step that was cut off; nullptr outside of one.
-  void recover(const std::function<void()>* update);
+  // done_before_step: steps that were done before the one that is being reported; none: as many as now.
+  void recover(const std::function<void()>* update, std::optional<int64_t> done_before_step = {});
   // The sentence of a lost job, with its last checkpoint and what is lost.
   std::string with_checkpoint(const std::string& lost) const;
   // Calls act(), whose JobLost gets it.

@@ -242,12 +242,12 @@ void Elastic::State::exchange() {
 }
 
 // The step is complete. If a rank ends here, those that are left get all parameters from their owners.
-void Elastic::State::publish_update() {
+void Elastic::State::publish_update(int64_t done_before_step) {
   try {
     parts->publish_update();
   } catch (const CommError& error) {
     if (!generations->mends(error)) throw;
-    recover(nullptr);
+    recover(nullptr, done_before_step);
   }
 }
 
@@ -289,7 +289,7 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     if (!failed) skip_step();  // the update was refused
     throw;
   }
-  publish_update();
+  publish_update(before);
   step_seconds =
       std::max(step_seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   return true;
