@@ -15,6 +15,7 @@
 #include "comm/agreement/stuck_wait.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/transport/choose_transport.h"
+#include "comm/transport/time_between_looks.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -185,6 +186,7 @@ PendingWork::~PendingWork() {
 
 // What a wait remembers from one slice to the next.
 struct PendingWork::Waiting {
+  Clock::time_point since;
   Clock::time_point deadline;
   StuckWait stuck;
   bool last_chance = false;  // a peer may have finished this operation and then ended normally
@@ -212,7 +214,7 @@ bool PendingWork::done() {
   if (faulty && !polling_->fault_since) polling_->fault_since = now;
   if (faulty && now - *polling_->fault_since > patience_with_ended) return true;
   if (now < polling_->deadline) return false;
-  if (!waiting_) waiting_.reset(new Waiting{now, stuck()});
+  if (!waiting_) waiting_.reset(new Waiting{now, now, stuck()});
   return true;
 }
 
@@ -292,9 +294,10 @@ std::optional<Fault> PendingWork::fault_of_peers() {
 bool PendingWork::wait_for_transport(Milliseconds limit, Milliseconds left) {
   const auto& memory = group_->world->memory;
   if (!memory || group_->transport->name() == "host") return work_->wait_for(limit, left);
-  constexpr Milliseconds brief(1);
   const auto end = Clock::now() + limit;
-  while (Clock::now() + brief < end && memory->in_flight()) {
+  while (memory->in_flight()) {
+    const auto brief = time_between_looks(Milliseconds(1), waiting_->since);
+    if (Clock::now() + brief >= end) break;
     memory->poll();
     if (work_->wait_for(brief, left)) return true;
   }
@@ -306,7 +309,8 @@ bool PendingWork::wait_slice(Milliseconds limit, bool to_the_end) {
   auto& world = *group_->world;
   if (!waiting_) {
     world.activity.seen();
-    waiting_.reset(new Waiting{Clock::now() + timeout(), stuck()});
+    const auto now = Clock::now();
+    waiting_.reset(new Waiting{now, now + timeout(), stuck()});
   }
   auto& stuck = waiting_->stuck;
   constexpr Milliseconds last_slice(500);

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "comm/hierarchical/hierarchical_plan.h"
 #include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/transport/empty_call.h"
+#include "comm/transport/time_between_looks.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -44,6 +46,7 @@ class ChainWork : public TransportWork {
  private:
   std::shared_ptr<Hierarchical> transport_;
   std::shared_ptr<Chain> chain_;
+  std::optional<SteadyClock::time_point> since_;  // when it was waited for first
 };
 
 class Hierarchical : public Transport, public Pollable, public std::enable_shared_from_this<Hierarchical> {
@@ -125,7 +128,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
     return !chain.waiting.empty() || std::any_of(chain.running.begin(), chain.running.end(),
                                                  [&](const auto& work) { return work->needs(world_rank); });
   }
-  // The work that the chain waits for, if any.
+  // The first work that the chain waits for, if any.
   std::shared_ptr<TransportWork> running(const Chain& chain) {
     const std::lock_guard lock(mutex_);
     return chain.running.empty() ? nullptr : chain.running.front();
@@ -146,10 +149,11 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
 
   // Whether the running stage has finished (or there is none).
   static bool settle(Chain& chain) {
-    for (auto& work : chain.running) {
+    while (!chain.running.empty()) {
+      auto& work = chain.running.front();
       if (!work->done() || !work->wait_for(Milliseconds(1), Milliseconds(1))) return false;
+      chain.running.erase(chain.running.begin());
     }
-    chain.running.clear();
     if (chain.then) std::exchange(chain.then, nullptr)();
     return true;
   }
@@ -210,13 +214,18 @@ bool ChainWork::needs(int world_rank) {
 
 bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {
   // Alternates between both kinds of transport, since neither knows when the other one can progress.
-  const auto end = SteadyClock::now() + slice;
+  using Microseconds = std::chrono::microseconds;
+  const auto begin = SteadyClock::now();
+  if (!since_) since_ = begin;
   while (!done()) {
-    if (SteadyClock::now() >= end) return false;
+    const auto left = begin + slice - SteadyClock::now();
+    if (left.count() <= 0) return false;
     if (const auto running = transport_->running(*chain_)) {
-      running->wait_for(Milliseconds(1), Milliseconds(1));
+      const auto pause = std::min(time_between_looks(Milliseconds(1), *since_), std::chrono::ceil<Milliseconds>(left));
+      running->wait_for(pause, pause);
     } else {  // an earlier operation has the channel
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      std::this_thread::sleep_for(
+          std::min<SteadyClock::duration>(time_between_looks(Microseconds(100), *since_), left));
     }
   }
   if (chain_->failure) std::rethrow_exception(chain_->failure);
