@@ -1,6 +1,7 @@
 """Python programs as `python PROGRAM ARGUMENTS` runs them, in processes forked from this one: what they import that this
 process has imported costs them nothing. Tests of launchers and of imports themselves start real interpreters instead."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -14,6 +15,7 @@ import torch
 import shoal  # noqa: F401
 
 torch.set_num_threads(1)
+gc.freeze()  # or each collection in a forked process looks at, and copies, all that was imported
 _fork = multiprocessing.get_context("fork")
 
 

@@ -1,5 +1,6 @@
 """Ranks for tests: processes forked from this one, which has imported what takes long to import."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import shoal
 
 torch.set_num_threads(1)
+gc.freeze()  # or each collection in a forked process looks at, and copies, all that was imported
 _fork = multiprocessing.get_context("fork")
 
 
