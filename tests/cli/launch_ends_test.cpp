@@ -115,9 +115,9 @@ TEST(Launch, what_ranks_have_started_ends_with_a_launcher_that_is_killed_or_hung
     const TempFolder folder;
     const auto pids = folder.file("pids");
     run({"sh", "-c",
-         std::string(SHOAL) + " launch -n 2 --stop-grace 1 -- " + starts_others(pids) + " & pid=$!; sleep 1.5; kill -" +
-             signal + " $pid; sleep 2"},
-        20);
+         std::string(SHOAL) + " launch -n 2 --stop-grace 1 -- " + starts_others(pids) + " & pid=$!; until [ \"$(cat " +
+             pids + " | wc -l)\" = 6 ]; do sleep 0.05; done; kill -" + signal + " $pid; sleep 2"},
+        30);
     EXPECT_EQ(pids_in(pids), 6U);
     EXPECT_TRUE(living(pids).empty());
   }

@@ -90,7 +90,7 @@ TEST(Launch, a_program_that_does_not_exist_is_named) {
 TEST(Launch, a_port_in_use_is_named_before_any_rank_starts) {
   const auto port = std::to_string(free_port());
   const auto ended =
-      run_together({{{SHOAL, "launch", "-n", "1", "--port", port, "--", "sleep", "2"}, {}},
+      run_together({{{SHOAL, "launch", "-n", "1", "--port", port, "--", "sleep", "5"}, {}},
                     {{"sh", "-c", "sleep 1; exec " SHOAL " launch -n 1 --port " + port + " -- echo started"}, {}}},
                    20);
   EXPECT_EQ(ended[0].code, 0) << ended[0].output;

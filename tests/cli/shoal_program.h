@@ -8,8 +8,13 @@
 
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
+#include "tests/support/warm_program.h"
 
 namespace shoal::test {
+
+#ifdef WARM_START
+inline const bool warmed = (warm_up(SHOAL, WARM_START), true);
+#endif
 
 inline Ended shoal(std::vector<std::string> arguments, double limit_seconds = 100) {
   arguments.insert(arguments.begin(), SHOAL);

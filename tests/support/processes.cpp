@@ -7,13 +7,18 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <csignal>
+#include <map>
 #include <memory>
 #include <random>
 #include <sstream>
 #include <stdexcept>
+
+#include "tests/support/pointers.h"
+#include "tests/support/warm_program.h"
 
 namespace shoal::test {
 namespace {
@@ -24,28 +29,33 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// NAME=VALUE each. The test itself may run under a launcher, whose variables do not concern these ranks.
+std::vector<std::string> variables_for(const Command& command) {
+  std::map<std::string, std::string> values;
+  for (char** each = environ; *each != nullptr; ++each) {
+    const std::string variable = *each;
+    const auto equals = variable.find('=');
+    values[variable.substr(0, equals)] = variable.substr(std::min(equals, variable.size() - 1) + 1);
+  }
+  for (const auto* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                           "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID",
+                           "SHOAL_JOB_ID", "SHOAL_SECRET"}) {
+    values.erase(name);
+  }
+  for (const auto& [name, value] : command.variables) values[name] = value;
+  std::vector<std::string> variables;
+  for (const auto& [name, value] : values) variables.push_back(name + "=" + value);
+  return variables;
+}
+
 class Process {
  public:
   Process(const Command& command, Clock::time_point start) : start_(start) {
     int fds[2];
     if (pipe2(fds, O_CLOEXEC) != 0) throw std::runtime_error("pipe");
-    pid_ = fork();
-    if (pid_ == 0) {
-      dup2(fds[1], STDOUT_FILENO);
-      dup2(fds[1], STDERR_FILENO);
-      // The test itself may run under a launcher, whose variables do not concern these ranks.
-      for (const auto* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                               "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID",
-                               "SHOAL_JOB_ID", "SHOAL_SECRET"}) {
-        unsetenv(name);
-      }
-      for (const auto& [name, value] : command.variables) setenv(name.c_str(), value.c_str(), 1);
-      std::vector<char*> argv;
-      for (const auto& argument : command.arguments) argv.push_back(const_cast<char*>(argument.c_str()));
-      argv.push_back(nullptr);
-      execvp(argv[0], argv.data());
-      _exit(127);
-    }
+    const auto variables = variables_for(command);
+    const auto warm = start_warm(command.arguments, variables, fds[1]);
+    pid_ = warm ? *warm : start_cold(command.arguments, variables, fds[1]);
     close(fds[1]);
     fd_ = fds[0];
     fcntl(fd_, F_SETFL, O_NONBLOCK);
@@ -76,6 +86,17 @@ class Process {
   Ended result;
 
  private:
+  static pid_t start_cold(const std::vector<std::string>& arguments, const std::vector<std::string>& variables, int output) {
+    const auto argv = pointers_to(arguments);
+    const auto environment = pointers_to(variables);
+    const auto pid = fork();
+    if (pid != 0) return pid;
+    dup2(output, STDOUT_FILENO);
+    dup2(output, STDERR_FILENO);
+    execvpe(argv[0], argv.data(), environment.data());
+    _exit(127);
+  }
+
   Clock::time_point start_;
   pid_t pid_ = -1;
   int fd_ = -1;

@@ -1,0 +1,27 @@
+#pragma once
+// The command-line program, started from a copy of a process that has loaded its libraries: to load libtorch takes 0.2 s of
+// processor time, which is most of what many commands take.
+
+#include <sys/types.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace shoal::test {
+
+// Between a test and the program that it has warmed up: a request is the arguments, `end_of_list`, the variables and
+// `end_of_list`, each with a null byte, and the descriptor of the output; the answer is the number of the process.
+inline constexpr const char* warm_requests = "SHOAL_TEST_WARM_REQUESTS";  // the descriptor of the requests
+inline constexpr const char* end_of_list = "\n";
+inline constexpr size_t most_request_bytes = 1 << 16;
+
+// Starts `program` in this way from now on. library: what is preloaded for it (warm_start.cpp).
+void warm_up(const std::string& program, const std::string& library);
+
+// The process, which is a child of this one. Nothing if it must be started as usual: another program, or not in the folder
+// and with the variables (NAME=VALUE each) of the first start, but for SHOAL_*, which libraries do not read.
+std::optional<pid_t> start_warm(const std::vector<std::string>& arguments, const std::vector<std::string>& variables,
+                                int output);
+
+}  // namespace shoal::test
