@@ -4,8 +4,10 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <utility>
 
 #include "comm/group/text.h"
 #include "module/walk.h"
@@ -28,12 +30,31 @@ NamedState own_state(const StatePiece& piece, const torch::optim::Optimizer& loc
   return named;
 }
 
-std::string describe(const NamedState& named) {
+Json describe(const NamedState& named) {
   Json tensors = Json::object();
   for (const auto& [name, tensor] : named.tensors) {
     tensors[name] = {{"dtype", static_cast<int>(tensor.scalar_type())}, {"shape", tensor.sizes().vec()}};
   }
-  return Json{{"tensors", tensors}, {"numbers", named.numbers}}.dump();
+  return {{"tensors", tensors}, {"numbers", named.numbers}};
+}
+
+// What the owners keep of all pieces, in their order.
+std::vector<Json> describe_all(const Group& group, const std::vector<StatePiece>& pieces,
+                               const torch::optim::Optimizer& local) {
+  Json own = Json::array();
+  for (const auto& piece : pieces) {
+    if (piece.owner == group.rank()) own.push_back(describe(own_state(piece, local)));
+  }
+  const Label label{-1, -1, "optimizer state, by state_dict() or save() on every rank"};
+  std::vector<Json> of_ranks;
+  for (const auto& text : all_gather_text(group, own.dump(), label)) of_ranks.push_back(Json::parse(text));
+  std::vector<size_t> taken(of_ranks.size());
+  std::vector<Json> all;
+  for (const auto& piece : pieces) {
+    const auto owner = static_cast<size_t>(piece.owner);
+    all.push_back(std::move(of_ranks[owner].at(taken[owner]++)));
+  }
+  return all;
 }
 
 // A tensor like the parameter whose memory can be filled in the parameter's own order.
@@ -51,28 +72,64 @@ bool follows(const at::Tensor& tensor, const StatePiece& piece) {
   return tensor.numel() == piece.range.size();
 }
 
-void gather_piece(const Group& group, const StatePiece& piece, const NamedState& own, bool keep, NamedState& whole) {
-  const Label label{-1, -1, "optimizer state of " + piece.name + ", by state_dict() or save() on every rank"};
-  const auto text = Json::parse(broadcast_text(group, describe(own), piece.owner, label));
-  for (const auto& [name, number] : text["numbers"].items()) {
-    if (keep) whole.numbers[name] = number;
+// The tensors of a piece that have one dtype, which are sent beside each other.
+struct SentTensors {
+  struct One {
+    std::string name;
+    std::vector<int64_t> shape;
+  };
+  std::vector<One> list;
+  int64_t numel = 0;
+};
+
+std::map<at::ScalarType, SentTensors> by_dtype(const Json& tensors) {
+  std::map<at::ScalarType, SentTensors> sent;
+  for (const auto& [name, about] : tensors.items()) {
+    auto& alike = sent[static_cast<at::ScalarType>(about["dtype"].get<int>())];
+    alike.list.push_back({name, about["shape"].get<std::vector<int64_t>>()});
+    alike.numel += c10::multiply_integers(alike.list.back().shape);
   }
-  for (const auto& [name, about] : text["tensors"].items()) {
-    const auto dtype = static_cast<at::ScalarType>(about["dtype"].get<int>());
-    const auto shape = about["shape"].get<std::vector<int64_t>>();
-    const bool mine = group.rank() == piece.owner;
-    auto part = at::empty(shape, piece.parameter.options().dtype(dtype).requires_grad(false));
-    if (mine) part.copy_(own.tensors.at(name));
-    group.broadcast(part, piece.owner, label).wait();
-    if (!keep) continue;
-    if (piece.whole()) {
-      whole.tensors[name] = part;
-    } else {
-      auto& tensor = whole.tensors[name];
-      if (!tensor.defined()) tensor = like(piece.parameter, dtype);
-      in_memory_order(tensor).narrow(0, piece.range.begin, piece.range.size()).copy_(part.view({-1}));
+  return sent;
+}
+
+// Views of `memory`, in the order of the list.
+std::vector<at::Tensor> parts_of(const at::Tensor& memory, const SentTensors& sent) {
+  std::vector<at::Tensor> parts;
+  int64_t begin = 0;
+  for (const auto& one : sent.list) {
+    parts.push_back(memory.narrow(0, begin, c10::multiply_integers(one.shape)).view(one.shape));
+    begin += parts.back().numel();
+  }
+  return parts;
+}
+
+void keep_part(const std::string& name, const at::Tensor& part, const StatePiece& piece, NamedState& whole) {
+  auto& tensor = whole.tensors[name];
+  if (piece.whole()) {
+    tensor = part.clone();
+    return;
+  }
+  if (!tensor.defined()) tensor = like(piece.parameter, part.scalar_type());
+  in_memory_order(tensor).narrow(0, piece.range.begin, piece.range.size()).copy_(part.view({-1}));
+}
+
+// In one broadcast per dtype. whole: nullptr where nothing is kept.
+void gather_piece(const Group& group, const StatePiece& piece, const Json& about, const NamedState& own,
+                  NamedState* whole) {
+  const Label label{-1, -1, "optimizer state of " + piece.name + ", by state_dict() or save() on every rank"};
+  for (const auto& [dtype, sent] : by_dtype(about["tensors"])) {
+    const auto memory = at::empty({sent.numel}, piece.parameter.options().dtype(dtype).requires_grad(false));
+    auto parts = parts_of(memory, sent);
+    for (size_t i = 0; group.rank() == piece.owner && i < parts.size(); ++i) {
+      parts[i].copy_(own.tensors.at(sent.list[i].name));
+    }
+    group.broadcast(memory, piece.owner, label).wait();
+    for (size_t i = 0; whole != nullptr && i < parts.size(); ++i) {
+      keep_part(sent.list[i].name, parts[i], piece, *whole);
     }
   }
+  if (whole == nullptr) return;
+  for (const auto& [name, number] : about["numbers"].items()) whole->numbers[name] = number;
 }
 
 void check_names(const std::vector<StatePiece>& pieces, const OptimizerState& state) {
@@ -177,11 +234,12 @@ OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& p
                             const torch::optim::Optimizer& local, std::optional<int> recipient) {
   const torch::NoGradGuard no_grad;
   const bool keep = !recipient || *recipient == group.rank();
+  const auto about = describe_all(group, pieces, local);
   OptimizerState state;
-  for (const auto& piece : pieces) {
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const auto& piece = pieces[i];
     const auto own = piece.owner == group.rank() ? own_state(piece, local) : NamedState();
-    NamedState ignored;
-    gather_piece(group, piece, own, keep, keep ? state[piece.name] : ignored);
+    gather_piece(group, piece, about[i], own, keep ? &state[piece.name] : nullptr);
   }
   return state;
 }

@@ -26,7 +26,8 @@ TEST(Oss, OSS07_state_taken_at_one_number_of_ranks_goes_on_at_another) {
   const auto defaults = torch::optim::AdamWOptions(1e-2);
   auto model = seeded(1);
   auto reference = seeded(1);
-  OSS<torch::optim::AdamW> sharded(model->parameters(), defaults, group());
+  auto log = std::make_shared<CallLog>();
+  OSS<torch::optim::AdamW> sharded(model->parameters(), defaults, group().recorded(log));
   torch::optim::AdamW whole(reference->parameters(), defaults);
   for (int64_t step = 0; step < 3; ++step) {
     set_mean_gradients(model, step);
@@ -36,7 +37,10 @@ TEST(Oss, OSS07_state_taken_at_one_number_of_ranks_goes_on_at_another) {
   }
   const auto on_last = sharded.state_dict(*model, group().size() - 1);
   EXPECT_EQ(on_last.empty(), group().rank() + 1 != group().size());
+  log->clear();
   const auto state = sharded.state_dict(*model);
+  EXPECT_EQ(log->count(Op::broadcast), static_cast<int64_t>(model->parameters().size())) << "one for each parameter";
+  EXPECT_EQ(log->count(Op::all_gather), 2) << "what the owners have, in words";
   const auto want = optimizer_state(whole, *reference);
   ASSERT_EQ(state.size(), want.size());
   for (const auto& [name, entry] : want) {
