@@ -1,9 +1,9 @@
-# shoal_test(NAME SOURCES file... [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds] [NO_TORCH])
+# shoal_test(NAME SOURCES file... [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds] [NO_TORCH] [TOGETHER suite...])
 #
-# A GoogleTest program in one process. Each case becomes a ctest, but where all are fast the program does: loading libtorch
-# takes longer than most of them.
+# A GoogleTest program in one process. Each case becomes a ctest, but where all are fast the program does, and each suite of
+# TOGETHER: loading libtorch takes longer than most of their cases.
 function(shoal_test name)
-  cmake_parse_arguments(ARG "NO_TORCH" "TIMEOUT" "SOURCES;LIBRARIES;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "NO_TORCH" "TIMEOUT" "SOURCES;LIBRARIES;LABELS;TOGETHER" ${ARGN})
   shoal_test_defaults()
   add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
@@ -17,8 +17,14 @@ function(shoal_test name)
     set_tests_properties(${name} PROPERTIES LABELS fast TIMEOUT ${ARG_TIMEOUT})
   else()
     # Most of them start programs or fork: with large pages, the start of libtorch takes a tenth less processor time.
-    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES
-      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT GLIBC_TUNABLES=glibc.malloc.hugetlb=1)
+    set(properties LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT GLIBC_TUNABLES=glibc.malloc.hugetlb=1)
+    foreach(suite IN LISTS ARG_TOGETHER)
+      add_test(NAME ${suite} COMMAND ${name} --gtest_filter=${suite}.*)
+      set_tests_properties(${suite} PROPERTIES ${properties})
+    endforeach()
+    list(TRANSFORM ARG_TOGETHER APPEND ".*")
+    string(JOIN ":" together ${ARG_TOGETHER})
+    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST TEST_FILTER "*-${together}" PROPERTIES ${properties})
   endif()
 endfunction()
 
