@@ -1,0 +1,146 @@
+"""PY07: values and names that are unlike others come back as they were."""
+
+import pytest
+import torch
+
+import shoal
+from checkpoint_training import ddp, fsdp, train
+from ranks import on_ranks
+
+
+@pytest.mark.parametrize("position", [b"\x80\x04\xff", "epoch 3"])
+def test_PY07_a_position_may_be_bytes(position, tmp_path):
+    def trains(rank):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 4)
+        training = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        shoal.checkpoint.save(tmp_path, training, step=1, position=position if rank else "place")
+        found = shoal.checkpoint.load(tmp_path, training).position
+        assert found == (position if rank else "place"), found
+
+    on_ranks(trains)
+
+
+class Rotary(torch.nn.Module):
+    def __init__(self, fill=1.0):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.register_buffer("inv_freq", torch.full((3,), fill), persistent=False)
+        self.register_buffer("count", torch.full((1,), fill))
+
+
+def test_PY07_buffers_that_are_no_part_of_the_state(tmp_path):
+    def trains(rank):
+        file = tmp_path / f"{rank}.pt"
+        shoal.checkpoint.save_module(file, Rotary())
+        Rotary().load_state_dict(torch.load(file))
+        torch.save(Rotary().state_dict(), file)
+        other = Rotary(2.0)
+        shoal.checkpoint.load_module(file, other)
+        assert other.inv_freq[0] == 2 and other.count == 1
+        for make in (ddp, fsdp):
+            model, optimizer = make(Rotary())
+            shoal.checkpoint.save(tmp_path / make.__name__, shoal.checkpoint.TrainingState(model, optimizer), step=1)
+            other = Rotary(2.0)
+            model, optimizer = make(other)
+            loaded = shoal.checkpoint.load(
+                tmp_path / make.__name__, shoal.checkpoint.TrainingState(model, optimizer)
+            )
+            assert loaded.exact and other.count == 1 and other.inv_freq[0] == 2, loaded
+
+    on_ranks(trains)
+
+
+@pytest.mark.parametrize("extension", [".pt", ".safetensors"])
+def test_PY07_lazy_conjugates_are_saved_as_what_they_are(extension, tmp_path):
+    class Waves(torch.nn.Module):
+        def __init__(self, waves):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.register_buffer("waves", waves)
+
+    def trains(rank):
+        torch.manual_seed(0)
+        z = torch.randn(5, dtype=torch.complex64)
+        file = tmp_path / f"{rank}{extension}"
+        shoal.checkpoint.save_module(file, Waves(z.conj()))
+        other = Waves(torch.zeros(5, dtype=torch.complex64))
+        shoal.checkpoint.load_module(file, other)
+        assert torch.equal(other.waves, z.conj().resolve_conj())
+        lazy = Waves(torch.zeros(5, dtype=torch.complex64).conj())
+        shoal.checkpoint.load_module(file, lazy)
+        assert torch.equal(lazy.waves.resolve_conj(), z.conj().resolve_conj())
+        for how in (shoal.checkpoint.save, shoal.checkpoint.save_async):
+            module = Waves(z.conj())
+            training = shoal.checkpoint.TrainingState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+            run = tmp_path / how.__name__
+            how(run, training, step=1)
+            training.wait()
+            shoal.checkpoint.load_module(run, other)
+            assert torch.equal(other.waves, z.conj().resolve_conj()), how
+
+    on_ranks(trains, ranks=1)
+
+
+def test_PY07_an_infinite_option_and_numbers_of_the_state_come_back(tmp_path):
+    def trains(rank):
+        torch.set_default_dtype(torch.float64)
+
+        def make():
+            torch.manual_seed(0)
+            net = torch.nn.Linear(3, 3)
+            optimizer = torch.optim.NAdam([{"params": list(net.parameters()), "max_norm": float("inf")}], lr=0.1)
+            return net, optimizer, shoal.checkpoint.TrainingState(net, optimizer)
+
+        net, optimizer, state = make()
+        train(net, optimizer, 0, steps=7)
+        shoal.checkpoint.save(tmp_path, state, step=1)
+        train(net, optimizer, 0, steps=7)
+        other, optimizer, state = make()
+        loaded = shoal.checkpoint.load(tmp_path, state)
+        assert loaded.exact and optimizer.param_groups[0]["max_norm"] == float("inf"), loaded
+        train(other, optimizer, 0, steps=7)
+        assert torch.equal(net.weight, other.weight)
+
+    on_ranks(trains, ranks=1)
+
+
+def test_PY07_ranks_but_one_may_have_no_position(tmp_path):
+    def trains(rank):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        state = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        shoal.checkpoint.save(tmp_path / "run", state, step=1, position="here" if rank == 0 else None)
+        assert shoal.checkpoint.load(tmp_path / "run", state).position == ("here" if rank == 0 else "")
+        with pytest.raises(shoal.UsageError, match="position must be text or bytes, not int"):
+            shoal.checkpoint.save(tmp_path / "run", state, step=2, position=3)
+
+    on_ranks(trains)
+
+
+class WithRanks(torch.nn.Module):
+    """Its names are those that a checkpoint gives to what belongs to one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.ranks = torch.nn.ModuleList([torch.nn.LayerNorm(4) for _ in range(2)])
+        with torch.no_grad():
+            for number, norm in enumerate(self.ranks):
+                norm.weight.fill_(2 + number)
+
+    def forward(self, x):
+        return self.ranks[1](self.ranks[0](x * self.weight))
+
+
+def test_PY07_a_child_named_ranks_is_the_models(tmp_path):
+    def run(rank):
+        net = WithRanks()
+        model = shoal.nn.DistributedDataParallel(net)
+        state = shoal.checkpoint.TrainingState(model, torch.optim.SGD(net.parameters(), lr=0.1))
+        shoal.checkpoint.save(tmp_path / "run", state)
+        with torch.no_grad():
+            net.weight.zero_()
+        return shoal.checkpoint.load(tmp_path / "run", state).exact, net.weight.tolist()
+
+    assert on_ranks(run) == [(True, [1, 1, 1, 1])] * 2
