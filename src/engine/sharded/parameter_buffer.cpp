@@ -2,7 +2,6 @@
 
 #include <torch/utils.h>
 
-#include "engine/sharded/changed_values.h"
 #include "memory/other_memory.h"
 #include "memory/views.h"
 
@@ -36,7 +35,7 @@ ParameterBuffer::ParameterBuffer(const Group& group, std::vector<at::Tensor> par
       memory_(group.allocate_host_shared(layout_.size(), parameters.front().options().requires_grad(false),
                                          std::move(owners), options)),
       own_(memory_.owners()[group.rank()]),
-      written_(parameters.size()),
+      writes_(parameters.size()),
       private_(parameters.size()) {
   const torch::NoGradGuard no_grad;
   for (size_t piece = 0; piece < parameters.size(); ++piece) {
@@ -75,7 +74,7 @@ void ParameterBuffer::wait(const Label& label) {
   memory_.wait_published(version_, label);
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
-    if (moved(piece) && !written_[piece]) refresh(piece);
+    if (moved(piece) && !writes_.contains(piece)) refresh(piece);
   }
 }
 
@@ -103,7 +102,7 @@ void ParameterBuffer::take_moved() {
 void ParameterBuffer::leave_moved() {
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
-    if (!moved(piece) || written_[piece]) continue;
+    if (!moved(piece) || writes_.contains(piece)) continue;
     give_other_memory(homes_[piece], part(layout_.range(piece)));
     places_[piece] = homes_[piece].storage().data();
   }
@@ -116,15 +115,13 @@ void ParameterBuffer::set_place(size_t piece, const at::Tensor& memory) {
 }
 
 void ParameterBuffer::before_write(std::string_view, c10::StorageImpl* storage) {
-  if (!notices_ && !shared()) return;
+  if (!writes_.notices() && !shared()) return;
   const UnwatchedOperators own;
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
     if (homes_[piece].storage().unsafeGetStorageImpl() != storage) continue;
     if (shared()) make_private(piece);
-    if (!notices_) return;
-    if (!written_[piece]) written_[piece] = digest_of(homes_[piece]);
-    any_written_ = true;
+    if (writes_.notices()) writes_.note(piece, homes_[piece]);
     return;
   }
 }
@@ -170,28 +167,21 @@ void ParameterBuffer::end_private(bool keep) {
 
 std::vector<size_t> ParameterBuffer::changed() const {
   std::vector<size_t> list;
-  if (!any_written_ && !watch_.changed()) return list;
+  if (!writes_.any() && !watch_.changed()) return list;
   const std::lock_guard lock(mutex_);
   for (size_t piece = 0; piece < homes_.size(); ++piece) {
     const bool replaced = !same_view(parameters()[piece], homes_[piece]);
-    if (replaced || written_[piece]) list.push_back(piece);
+    if (replaced || writes_.contains(piece)) list.push_back(piece);
   }
   return list;
 }
 
 void ParameterBuffer::forget_undone() {
-  if (!any_written_) return;
+  if (!writes_.any()) return;
   const UnwatchedOperators own;
   const std::lock_guard lock(mutex_);
-  bool any = false;
-  for (size_t piece = 0; piece < homes_.size(); ++piece) {
-    if (!written_[piece]) continue;
-    const auto& home = homes_[piece];
-    const bool undone = same_view(parameters()[piece], home) && !moved(piece) && digest_of(home) == *written_[piece];
-    if (undone) bind(piece);
-    any = any || !undone;
-  }
-  any_written_ = any;
+  const auto in_place = [&](size_t piece) { return same_view(parameters()[piece], homes_[piece]) && !moved(piece); };
+  for (const auto piece : writes_.forget_undone(homes_, in_place)) point_to_buffer(piece);
 }
 
 void ParameterBuffer::point_to_buffer(size_t piece) {
@@ -205,7 +195,6 @@ void ParameterBuffer::point_to_buffer(size_t piece) {
 void ParameterBuffer::bind(size_t piece) {
   point_to_buffer(piece);
   if (!same_view(parameters()[piece], homes_[piece])) parameters()[piece].set_data(homes_[piece]);
-  written_[piece].reset();
 }
 
 at::Tensor ParameterBuffer::current(size_t piece, const Range& elements) const {
@@ -249,7 +238,7 @@ void ParameterBuffer::bind_all(const std::vector<size_t>& pieces) {
     if (moved(piece)) refresh(piece);
     watch_.note(piece);
   }
-  any_written_ = false;
+  writes_.forget_all();
 }
 
 }  // namespace shoal

@@ -1,12 +1,11 @@
 #pragma once
 // Buffer of parameters: one flat tensor of which every rank owns a range.
 
-#include <atomic>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "engine/paging/operator_watch.h"
+#include "engine/sharded/noticed_writes.h"
 #include "engine/wrapper/parameter_watch.h"
 #include "layout/flat_layout.h"
 #include "shoal/group.h"
@@ -74,7 +73,7 @@ class ParameterBuffer : private MemoryUser {
   // The same of memory that is this rank's alone, without the other ranks: what the program holds is not looked after.
   void adopt_alone();
   // While off, writes are not detected. In shared memory they go to private copies all the same.
-  void notice_writes(bool on) { notices_ = on; }
+  void notice_writes(bool on) { writes_.notice(on); }
   // Gives every parameter its private copy now, so that writes past the operators (data_ptr) stay on this rank, too.
   void make_private();
   // Ends the private copies: the parameters are in the buffer again. keep: this rank's range takes its values from them
@@ -103,11 +102,9 @@ class ParameterBuffer : private MemoryUser {
   std::vector<at::Tensor> homes_;    // one storage each, so that it can point elsewhere for a while
   std::vector<const void*> places_;  // where they were made to point
   ParameterWatch watch_;
-  std::atomic<bool> notices_ = true;
-  std::atomic<bool> any_written_ = false;
-  mutable std::mutex mutex_;                      // written_ and private_
-  std::vector<std::optional<uint64_t>> written_;  // digests of the values before the first write
-  std::vector<bool> private_;                     // the parameter's place is a private copy for now
+  mutable std::mutex mutex_;  // writes_ and private_
+  NoticedWrites writes_;
+  std::vector<bool> private_;  // the parameter's place is a private copy for now
 };
 
 }  // namespace shoal
