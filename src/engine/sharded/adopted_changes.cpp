@@ -153,7 +153,7 @@ void ShardedModule::adopt_changes(const Label& label) {
   if (!changes) return;
   const torch::NoGradGuard no_grad;
   written_ = true;
-  refresh_copies(*changes, /*in_other_dtype=*/true);
+  const auto copies = take_other_dtypes(*changes);
   for (size_t number = 0; number < gathers_.size(); ++number) {
     if (!changes->trainable[number].empty()) gathers_[number]->adopt(label);
   }
@@ -162,7 +162,7 @@ void ShardedModule::adopt_changes(const Label& label) {
   }
   replicated_.watch.note();
   for (auto& piece : pieces_) piece.move_to(gathers_[piece.bucket]->elements(piece.slice));
-  refresh_copies(*changes, /*in_other_dtype=*/false);
+  for (const auto& copy : copies) copy.take();
 }
 
 void ShardedModule::adopt_alone() {
@@ -172,35 +172,29 @@ void ShardedModule::adopt_alone() {
   Changes changes;
   for (const auto& gather : gathers_) changes.trainable.push_back(gather->changed());
   for (const auto& frozen : frozen_) changes.frozen.push_back(frozen.gather->changed());
-  refresh_copies(changes, /*in_other_dtype=*/true);
+  const auto copies = take_other_dtypes(changes);
   visit_gathers([](const std::string&, ParameterGather& gather) { gather.adopt_alone(); });
   replicated_.watch.note();
-  refresh_copies(changes, /*in_other_dtype=*/false);
+  for (const auto& copy : copies) copy.take();
 }
 
 at::Tensor ShardedModule::current(const OwnedPiece& piece) const {
   return current_values(*gathers_[piece.bucket], piece.slice, piece.main, piece.former);
 }
 
-// The float32 copies of parameters that have other values: of those in another dtype, which may hold more than their own
-// bits, while they are there; then of all. A write is noticed of a whole parameter or page, most of which may be as it
-// was, and a load may give a parameter what its copy rounds to.
-void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) {
-  const auto refresh = [&](const ParameterWatch& watch, size_t number, const ParameterGather& gather,
-                           const Slice& slice, const at::Tensor& elements, const at::Tensor& exact,
-                           const FormerValues& former) {
-    if (!in_other_dtype) {
-      former.take(elements, exact);
+// A write is noticed of a whole parameter or page, most of which may be as it was, and a load may give a parameter what its
+// copy rounds to.
+std::vector<ShardedModule::OutdatedCopy> ShardedModule::take_other_dtypes(const Changes& changes) {
+  std::vector<OutdatedCopy> others;
+  const auto add = [&](const ParameterWatch& watch, size_t number, const ParameterGather& gather, const Slice& slice,
+                       const at::Tensor& elements, const at::Tensor& exact, const FormerValues& former) {
+    if (!watch.other_floating_dtype(number)) {
+      others.push_back({elements, exact, former, gather.replaced(slice.piece)});
       return;
     }
-    if (gather.replaced(slice.piece)) former.note_replaced();
-    if (watch.other_floating_dtype(number)) {
-      const auto& parameter = watch.parameters()[number];
-      auto values =
-          at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
-      former.give(in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()),
-                  exact);
-    }
+    const auto& parameter = watch.parameters()[number];
+    auto values = at::empty_strided(parameter.sizes(), watch.strides(number), parameter.options().requires_grad(false));
+    former.give(in_memory_order(values.copy_(parameter)).narrow(0, slice.in_piece.begin, slice.in_piece.size()), exact);
   };
   const auto holds = [](const std::vector<size_t>& list, size_t piece) {
     return std::find(list.begin(), list.end(), piece) != list.end();
@@ -208,17 +202,18 @@ void ShardedModule::refresh_copies(const Changes& changes, bool in_other_dtype) 
   for (const auto* list : {&pieces_, &second_.pieces}) {
     for (const auto& piece : *list) {
       if (!piece.copied || !holds(changes.trainable[piece.bucket], piece.slice.piece)) continue;
-      refresh(trainable_.watch, piece.gradient, *gathers_[piece.bucket], piece.slice, piece.elements,
-              piece.main.as_strided({piece.main.numel()}, {1}), piece.former);
+      add(trainable_.watch, piece.gradient, *gathers_[piece.bucket], piece.slice, piece.elements,
+          piece.main.as_strided({piece.main.numel()}, {1}), piece.former);
     }
   }
   for (size_t number = 0; number < frozen_.size(); ++number) {
     for (const auto& piece : frozen_[number].pieces) {
       if (!piece.exact.defined() || !holds(changes.frozen[number], piece.slice.piece)) continue;
-      refresh(frozen_[number].watch, piece.slice.piece, *frozen_[number].gather, piece.slice, piece.elements,
-              piece.exact, piece.former);
+      add(frozen_[number].watch, piece.slice.piece, *frozen_[number].gather, piece.slice, piece.elements, piece.exact,
+          piece.former);
     }
   }
+  return others;
 }
 
 }  // namespace shoal

@@ -2,7 +2,6 @@
 
 #include <torch/utils.h>
 
-#include <utility>
 #include <vector>
 
 namespace shoal {
@@ -39,10 +38,10 @@ void take_written(const at::Tensor& elements, const at::Tensor& copy) {
 }
 
 void FormerValues::show(const at::Tensor& elements, const at::Tensor& copy, bool replaced) const {
-  if (!state_->values.defined()) return take_written(elements, copy);
+  if (!former_->defined()) return take_written(elements, copy);
   const auto now = parts(elements);
   const auto exact = parts(copy.detach());
-  const auto former = parts(state_->values);
+  const auto former = parts(*former_);
   for (size_t i = 0; i < exact.size(); ++i) {
     const auto changed = written(now[i], exact[i]);
     auto back = written(now[i], former[i]).logical_not_();
@@ -52,10 +51,8 @@ void FormerValues::show(const at::Tensor& elements, const at::Tensor& copy, bool
   }
 }
 
-void FormerValues::take(const at::Tensor& elements, const at::Tensor& copy) const {
-  const bool replaced = std::exchange(state_->replaced, false);
-  if (std::exchange(state_->given, false)) return;
-  const bool may_be_back = replaced && state_->values.defined();
+void FormerValues::take(const at::Tensor& elements, const at::Tensor& copy, bool replaced) const {
+  const bool may_be_back = replaced && former_->defined();
   if (!may_be_back && !any_written(elements, copy.detach())) return;
   keep(copy);
   show(elements, copy, replaced);
@@ -65,16 +62,15 @@ void FormerValues::take(const at::Tensor& elements, const at::Tensor& copy) cons
 void FormerValues::give(const at::Tensor& values, const at::Tensor& copy) const {
   keep(copy);
   copy.detach().copy_(values);
-  state_->given = true;
   drop_if(copy);
 }
 
 void FormerValues::keep(const at::Tensor& copy) const {
-  if (!state_->values.defined()) state_->values = copy.detach().clone();
+  if (!former_->defined()) *former_ = copy.detach().clone();
 }
 
 void FormerValues::drop_if(const at::Tensor& copy) const {
-  if (at::equal(copy.detach(), state_->values)) state_->values.reset();
+  if (at::equal(copy.detach(), *former_)) former_->reset();
 }
 
 }  // namespace shoal

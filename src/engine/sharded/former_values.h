@@ -16,26 +16,19 @@ void take_written(const at::Tensor& elements, const at::Tensor& copy);
 // object are one.
 class FormerValues {
  public:
-  // As take_written().
-  void take(const at::Tensor& elements, const at::Tensor& copy) const;
-  // The elements of the next take() lie in memory that the program has given to the parameter.
-  void note_replaced() const { state_->replaced = true; }
-  // `copy` gets values in another dtype than the parameter's, which may have more bits. The next take() is of their rounded ones.
+  // As take_written(). replaced: `elements` lie in memory that the program has given to the parameter.
+  void take(const at::Tensor& elements, const at::Tensor& copy, bool replaced = false) const;
+  // In place of take(): `copy` gets values in another dtype than the parameter's, which may have more bits.
   void give(const at::Tensor& values, const at::Tensor& copy) const;
   // What take() would make of `copy`, which is another tensor with the values of the float32 copy.
   void show(const at::Tensor& elements, const at::Tensor& copy, bool replaced) const;
-  void drop() const { *state_ = {}; }
+  void drop() const { former_->reset(); }
 
  private:
-  struct State {
-    at::Tensor values{};
-    bool given = false;
-    bool replaced = false;
-  };
   void keep(const at::Tensor& copy) const;
   void drop_if(const at::Tensor& copy) const;
 
-  std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::shared_ptr<at::Tensor> former_ = std::make_shared<at::Tensor>();  // undefined: nothing is kept
 };
 
 }  // namespace shoal

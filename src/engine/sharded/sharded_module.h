@@ -211,6 +211,15 @@ class ShardedModule {
     std::shared_ptr<ParameterGather> gather{};
     std::vector<FrozenPiece> pieces{};
   };
+  // A float32 copy whose parameter has other values.
+  struct OutdatedCopy {
+    const at::Tensor& elements;  // the piece's, which may lie elsewhere once the changes are adopted
+    at::Tensor exact;
+    FormerValues former;
+    bool replaced;
+
+    void take() const { former.take(elements, exact, replaced); }
+  };
   struct Changes {  // indices within each bucket, or each gather of frozen ones
     std::vector<std::vector<size_t>> trainable{};
     std::vector<std::vector<size_t>> frozen{};
@@ -226,7 +235,9 @@ class ShardedModule {
   bool changed_for_good();
   // None: nothing has changed.
   std::optional<Changes> agreed_changes();
-  void refresh_copies(const Changes& changes, bool in_other_dtype);
+  // The float32 copies of parameters in another dtype, which may hold more than their own bits, take their values while they
+  // are there. Returns the other outdated ones, which follow once the changes are adopted.
+  std::vector<OutdatedCopy> take_other_dtypes(const Changes& changes);
 
   Group shard_;
   std::shared_ptr<Reducer> reducer_;
