@@ -8,33 +8,17 @@
 #include <algorithm>
 
 #include "engine/paging/operator_watch.h"
-#include "engine/sharded/changed_values.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/module_checks.h"
 #include "engine/wrapper/normal_mode.h"
 #include "module/sync.h"
-#include "shoal/deferred_init.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
 #include "shoal/sync_batch_norm.h"
 
 namespace shoal {
-
-std::vector<Gradient> gradients_of(const ModuleTensors& tensors) {
-  std::vector<Gradient> gradients;
-  for (const auto& entry : tensors.trainable()) gradients.push_back({entry.name, entry.tensor, entry.sparse_gradient});
-  return gradients;
-}
-
-void widen(std::vector<Gradient>& gradients) {
-  for (auto& gradient : gradients) {
-    const bool narrow = c10::elementSize(gradient.dtype()) < sizeof(float);
-    if (narrow && !gradient.sparse) gradient.reduce_dtype = at::kFloat;
-  }
-}
-
 namespace {
 
 // Scope in which gradients that no parameter has at present can be hooked; they may have one in the next step.
@@ -55,46 +39,7 @@ class Unfrozen {
   std::vector<at::Tensor> frozen_;
 };
 
-std::vector<at::Tensor> all_but(const torch::nn::Module& module, const std::vector<NamedTensor>& excepted) {
-  auto list = module.buffers();
-  for (const auto& parameter : module.parameters()) {
-    const bool out = std::any_of(excepted.begin(), excepted.end(),
-                                 [&](const NamedTensor& entry) { return entry.tensor.is_same(parameter); });
-    if (!out) list.push_back(parameter);
-  }
-  return list;
-}
-
 }  // namespace
-
-std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
-                                              const std::string& name, const std::vector<std::string>& ignored,
-                                              bool sync, Deferred deferred, OtherWrappers other_wrappers) {
-  if (!module) throw UsageError(fmt::format("{}: the module is nullptr", name));
-  auto tensors = walk(*module, ignored);
-  require_usable(tensors, name, other_wrappers);
-  materialize(all_but(*module, deferred == Deferred::keep ? tensors.parameters : std::vector<NamedTensor>()));
-  if (sync) {
-    const UnwatchedOperators own;  // rank 0's values are written to sharded parameters' memory without gathering
-    sync_module(group, tensors);
-  } else {
-    agree(group, "the model", tensors.describe());
-  }
-  if (tensors.trainable().empty()) {
-    throw UsageError(fmt::format("{}: no parameter of the module requires a gradient", name));
-  }
-  std::vector<at::Tensor> parameters;
-  for (const auto& entry : tensors.parameters) parameters.push_back(entry.tensor);
-  KnownModule known(module, name);
-  return std::make_unique<DataParallelCore::State>(
-      DataParallelCore::State{.name = name,
-                              .module = std::move(module),
-                              .group = group,
-                              .synchronized = sync,
-                              .tensors = std::move(tensors),
-                              .known = std::move(known),
-                              .watch = ParameterWatch(std::move(parameters))});
-}
 
 void check_forward_is_local(const torch::nn::Module& module) {
   for (const auto& named : module.named_modules()) {
@@ -103,14 +48,6 @@ void check_forward_is_local(const torch::nn::Module& module) {
         fmt::format("Join: {} is a SyncBatchNorm, whose forward is collective; set throw_on_early_termination, or do "
                     "not use Join and pass empty batches on ranks that have run out",
                     named.key()));
-  }
-}
-
-void DataParallelCore::State::require_shapes() const {
-  for (size_t i = 0; i < tensors.parameters.size(); ++i) {
-    if (!watch.other_shape(i)) continue;
-    throw UsageError(fmt::format("the shape of parameter {} has changed: {}; wrap the module after changing it",
-                                 tensors.parameters[i].name, watch.describe(i)));
   }
 }
 
@@ -157,61 +94,6 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer->callbacks.before_waiting = [this] { buffers.complete(); };
 }
 
-std::vector<ChangedValue> DataParallelCore::State::changed_values() const {
-  std::vector<ChangedValue> values;
-  for (size_t i = 0; i < watch.parameters().size(); ++i) {
-    const auto& entry = tensors.parameters[i];
-    // Memory that belongs to the strategy (watchable tensors) holds values that the strategy wrote.
-    if (watch.changed(i) && !is_watchable(entry.tensor)) values.push_back({entry.name, digest_of(entry.tensor)});
-  }
-  return values;
-}
-
-// Micro-batches may have left gradients of what is frozen now on some ranks: the next step reduces those, too.
-void DataParallelCore::State::refresh_reducer() {
-  reducer->check_last_step();
-  const auto left = reducer->left();
-  std::vector<int> flags;
-  for (const auto& entry : tensors.parameters) {
-    const auto found = left.gradients.find(entry.tensor.unsafeGetTensorImpl());
-    flags.push_back(!entry.tensor.requires_grad() && found != left.gradients.end() && found->second.used ? 1 : 0);
-  }
-  const auto anywhere = at::tensor(flags, at::kInt);
-  group.all_reduce(anywhere, ReduceOp::max, {reducer->step(), -1, "gradients left of frozen parameters"}).wait();
-  std::vector<NamedTensor> frozen;
-  for (size_t i = 0; i < flags.size(); ++i) {
-    if (anywhere.data_ptr<int>()[i] != 0) frozen.push_back(tensors.parameters[i]);
-  }
-  left_over.reset();
-  if (!frozen.empty()) left_over = reducer->step();
-  remake_reducer(consumer, frozen);
-  reducer->resume(left);
-}
-
-void DataParallelCore::State::note_apart() {
-  const auto& reduced = reducer->gradients();
-  for (size_t i = 0; i < tensors.parameters.size(); ++i) {
-    const auto& parameter = tensors.parameters[i].tensor;
-    if (!watch.trainable_changed(i) || !parameter.requires_grad()) continue;
-    const bool known = std::any_of(reduced.begin(), reduced.end(),
-                                   [&](const auto& gradient) { return gradient.parameter.is_same(parameter); });
-    if (!known) under_no_sync.apart.insert(i);
-  }
-}
-
-// One that is trainable now gets into the reducer with what its grad() has.
-void DataParallelCore::State::require_none_apart() {
-  for (const auto i : under_no_sync.apart) {
-    const auto& parameter = tensors.parameters[i].tensor;
-    if (parameter.requires_grad() || !parameter.grad().defined()) continue;
-    throw UsageError(fmt::format(
-        "parameter {} was unfrozen for micro-batches under no_sync only, and ranks do not average what these gave: "
-        "freeze it after the last micro-batch's forward, or drop its gradient",
-        tensors.parameters[i].name));
-  }
-  under_no_sync.apart.clear();
-}
-
 void DataParallelCore::before_backward(std::function<void()> listener) {
   state_->before_backward = std::move(listener);
 }
@@ -237,29 +119,6 @@ DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::m
 // The reducer may outlive the wrapper, because an optimizer may share it.
 DataParallelCore::~DataParallelCore() {
   if (state_->reducer) state_->reducer->detach();
-}
-
-// Parameters whose memory was replaced are trained on; ranks must agree on their values and properties, or all of them
-// throw.
-void DataParallelCore::adopt_changes(bool training) {
-  auto& state = *state_;
-  const bool reduced = state.left_over && *state.left_over < state.reducer->step();
-  if (training && state.remake_reducer) state.no_sync_depth > 0 ? state.note_apart() : state.require_none_apart();
-  if (!training || state.no_sync_depth > 0) return;
-  const auto noted = std::exchange(state.under_no_sync.changed, std::nullopt);
-  if (!reduced && !state.watch.changed()) return;
-  // All parameters may be frozen for a while, such as a GAN's critic in the generator's step. There is nothing to
-  // reduce then, and the reducer keeps its state.
-  if (state.tensors.trainable().empty()) return;
-  const auto values = noted ? *noted : state.changed_values();
-  bool other_kind = reduced;
-  for (size_t i = 0; i < state.tensors.parameters.size(); ++i) {
-    other_kind = other_kind || state.watch.other_kind(i) || state.watch.trainable_changed(i);
-  }
-  if (other_kind) agree(state.group, "the model, whose parameters have changed", state.tensors.describe());
-  if (!values.empty()) agree_on_values(state.group, values);
-  if (other_kind && state.remake_reducer) state.refresh_reducer();
-  state.watch.note();
 }
 
 void DataParallelCore::before_forward() {
