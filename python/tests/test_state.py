@@ -289,3 +289,67 @@ def test_PY06_adamw_keeps_its_decoupled_weight_decay_when_it_loads_the_state_of_
             assert torch.allclose(ours, theirs, atol=1e-6)
 
     on_ranks(run)
+
+
+class SavesHalf(torch.nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"].half()
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY07_fsdp_leaves_what_modules_put_into_their_state(transport):
+    def make():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), SavesHalf(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+
+        def merges(module, state, prefix, metadata):
+            state[prefix + "weight"] = state[prefix + "weight"] + 100
+
+        def rounds(module, state, prefix, metadata):
+            state[prefix + "running_mean"] = state[prefix + "running_mean"].round()
+
+        def copies(module, state, prefix, metadata):
+            state[prefix + "weight"] = state[prefix + "weight"].clone()
+
+        net[0].register_state_dict_post_hook(merges)
+        net[2].register_state_dict_post_hook(rounds)
+        net[3].register_state_dict_post_hook(copies)
+        return net
+
+    def saves(rank):
+        group = group_over(transport)
+        for options in ({}, {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}):
+            net = make()
+            model = shoal.nn.FullyShardedDataParallel(net, group, auto_wrap_policy=torch.nn.Linear, **options)
+            optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+            model(torch.arange(8.0).view(2, 4)).float().sum().backward()
+            optimizer.step()  # which leaves each rank its own part of the values
+            found, expected = model.state_dict(), make().state_dict()
+            assert list(found) == list(expected)
+            for name, value in expected.items():
+                if name in ("0.weight", "1.weight"):  # of bfloat16 where parameters are
+                    tolerance = {"rtol": 1e-2, "atol": 1e-2} if options else {}
+                    torch.testing.assert_close(found[name].to(value.dtype), value, **tolerance)
+                elif name == "2.running_mean":
+                    assert torch.equal(found[name], found[name].round())
+                elif not name.startswith("2."):
+                    assert torch.equal(found[name], value), name  # with all bits of the float32 copies
+            assert found["1.weight"].dtype == torch.float16 and found["2.running_var"].dtype == torch.float32
+
+    on_ranks(saves)
+
+
+def test_PY07_keys_that_fsdp_finds_missing_have_their_names_in_the_state():
+    def loads(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model = shoal.nn.FullyShardedDataParallel(net)
+        for root, prefix in ((model, ""), (torch.nn.ModuleDict({"encoder": model}), "encoder.")):
+            state = root.state_dict()
+            state[f"{prefix}1.scale"] = state.pop(f"{prefix}1.bias")
+            result = root.load_state_dict(state, strict=False)
+            assert result.missing_keys == [f"{prefix}1.bias"] and result.unexpected_keys == [f"{prefix}1.scale"], result
+            with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{prefix}1.bias"'):
+                root.load_state_dict(state)
+
+    on_ranks(loads)

@@ -76,7 +76,9 @@ class FullyShardedDataParallel(Wrapper):
             converted = [one for one in module.parameters() if id(one) not in self._ignored]
             load_in_full_precision(module, converted, self)
         self.register_state_dict_post_hook(_whole_state)
+        self._prefix = ""  # of the load in progress
         self.register_load_state_dict_pre_hook(_with_prefix)
+        self.register_load_state_dict_post_hook(_without_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._param_dtype is not None:
@@ -177,15 +179,19 @@ def _refuse_nested(module: torch.nn.Module) -> None:
 
 
 def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Puts whole values for sharded ones, and the names of the unwrapped module for the wrapper's."""
+    """Puts whole values for sharded ones, and the names of the unwrapped module for the wrapper's. Leaves alone what hooks and
+    modules inside have made of the values."""
+    tensors = dict([*wrapper._mirror.names(), *wrapper.module.named_buffers(remove_duplicate=False)])
+    # By place: hooks of modules inside, as checkpoint_wrapper()'s, change names.
+    places = {_place_of(tensor): name for name, tensor in tensors.items() if _has_place(tensor)}
     whole = wrapper.full_state_dict()
-    # By place first: hooks of modules inside, as checkpoint_wrapper()'s, change names.
-    places = {_place_of(parameter): name for name, parameter in wrapper._mirror.names() if name in whole and _has_place(parameter)}
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(inner)]:
         name = key[len(inner) :]
         value = state.pop(key)
-        own = places.get(_place_of(value), name) if _has_place(value) else name
+        own = places.get(_place_of(value)) if _has_place(value) else name
+        if own is None and name in whole and _copies(value, tensors[name], whole[name]):
+            own = name
         state[prefix + name] = whole.get(own, value)
     versions = getattr(state, "_metadata", None)
     if versions is None:
@@ -203,6 +209,11 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
+def _copies(value: torch.Tensor, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether the value is but a copy of the tensor, which may have less precision than the whole."""
+    return value.dtype == tensor.dtype and torch.equal(value, whole.to(value.dtype))
+
+
 def _with_prefix(
     wrapper: FullyShardedDataParallel,
     state: dict[str, Any],
@@ -216,9 +227,17 @@ def _with_prefix(
     if metadata.get("assign_to_params_buffers", False):
         raise _C.UsageError("FullyShardedDataParallel: load_state_dict(assign=True) would replace sharded parameters; "
                             "call it without assign")
+    wrapper._prefix = prefix
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
     versions = getattr(state, "_metadata", None)  # of the modules, which look them up by the wrapper's names
     if versions is not None:
         own = [key for key in versions if f"{key}.".startswith(prefix)]
         versions.update({f"{prefix}module.{key[len(prefix) :]}".removesuffix("."): versions[key] for key in own})
+
+
+def _without_prefix(wrapper: FullyShardedDataParallel, incompatible: Any) -> None:
+    """Gives keys that are missing or unexpected the names that they have in the state."""
+    inner = f"{wrapper._prefix}module."
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [wrapper._prefix + key.removeprefix(inner) if key.startswith(inner) else key for key in keys]
