@@ -228,6 +228,43 @@ def test_PY02_fsdp_of_a_module_with_an_fsdp_inside_is_refused_and_names_the_poli
     on_ranks(nests)
 
 
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_FSDP07_a_module_whose_parametrizations_were_removed_is_unwrapped(transport):
+    from torch.nn.utils import parametrizations, parametrize
+
+    def make():
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        parametrizations.weight_norm(net[0])
+        parametrizations.orthogonal(net[1])
+        return net
+
+    def remove(net):
+        for layer in (net[0], net[1]):
+            parametrize.remove_parametrizations(layer, "weight")
+        return net
+
+    def ends(rank):
+        net = make()
+        model = shoal.nn.FullyShardedDataParallel(net, group_over(transport), auto_wrap_policy=torch.nn.Linear)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = make()(x)
+        remove(net)
+        assert model.unwrap() is net
+        del model, optimizer
+        gc.collect()
+        torch.testing.assert_close(net(x), expected)
+        assert list(net.state_dict()) == list(remove(make()).state_dict())
+        net(x).sum().backward()
+        assert net[0].weight.grad is not None
+
+    on_ranks(ends)
+
+
 def test_PY05_frozen_parameters_and_other_dtypes():
     def trains(strategy, wrap):
         nets = [models.make("gpt"), models.make("gpt")]

@@ -156,8 +156,10 @@ class FullyShardedDataParallel(Wrapper):
         return self._core.units()
 
     def unwrap(self) -> torch.nn.Module:
-        """Restores the module for use without this wrapper and returns it. Collective."""
-        self._mirror.refresh()
+        """Restores the module for use without this wrapper and returns it. The module may have been changed, as by
+        remove_parametrizations(). Collective."""
+        with contextlib.suppress(_C.UsageError):  # that it has changed
+            self._mirror.refresh()
         self._core.unwrap()
         _wrappers.pop(self.module, None)
         return self.module
