@@ -7,10 +7,13 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import models
 import shoal
 from loops import SHARDED, alone, assert_close, backward, each_strategy, train_alone
+from ranks import on_ranks
+from test_local_training import decentralized
 from test_wrappers import RATES, losses_of, mean_loss
 
 
@@ -78,6 +81,100 @@ def test_PY05_accumulation_with_no_sync_and_without():
             assert_close([backward(model, 0)], expected)
 
     each_strategy(trains)
+
+
+class Around(torch.nn.Module):
+    """A model with a wrapper in it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)["logits"] * 1
+
+
+def losses_of_micro_batches(scope, optimizer, run):
+    losses = []
+    for step in range(3):
+        losses.append(0.0)
+        for micro in range(2):
+            with scope.no_sync(micro == 0):
+                x, y = models.batch("gpt", 2 * step + micro, dist.get_rank())
+                output = run(x)
+                loss = models.loss_of(output if isinstance(output, dict) else output.flatten(0, 1), y)
+                (loss / 2).backward()
+            losses[-1] += mean_loss(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def selective(operator):
+    """Contexts that keep the results of this operator, and have backward compute the others again."""
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is operator else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY05_a_wrapper_may_be_in_what_is_checkpointed(transport):
+    net = models.make("gpt")
+    expected = train_alone(net, models.adamw(net.parameters()), micros=2)
+
+    def trains(strategy, wrap):
+        for around, options in ((False, {"context_fn": selective(torch.ops.aten.addmm.default)}), (True, {})):
+            model, optimizer = wrap(models.make("gpt"))
+            part = Around(model) if around else model
+            scope = model if hasattr(model, "no_sync") else optimizer
+            run = functools.partial(checkpoint, part, use_reentrant=False, **options)
+            assert_close(losses_of_micro_batches(scope, optimizer, run), expected)
+
+    each_strategy(trains, transport)
+
+
+def test_DEC01_a_wrapper_may_be_in_what_is_checkpointed():
+    def trains(rank):
+        found = []
+        for part in (lambda model: model, lambda model: functools.partial(checkpoint, model, use_reentrant=False)):
+            model, optimizer = decentralized(models.make("gpt"), None)
+            found.append(losses_of_micro_batches(model, optimizer, part(model)))
+        assert_close(*found)
+
+    on_ranks(trains)
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY05_modes_of_the_program_see_its_own_operators_alone(transport):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    x, y = models.batch("gpt", 0, 0)
+
+    def run(model):
+        names.clear()
+        with Seen():
+            loss = models.loss_of(model(x), y)
+        loss.backward()
+        return list(names)
+
+    def sees(strategy, wrap):
+        expected = run(models.make("gpt"))
+        model, optimizer = wrap(models.make("gpt"))
+        for step in range(3):
+            found = run(model)
+            assert step == 0 or found == expected  # the first forward of DistributedDataParallel looks at all values
+            optimizer.step()
+            optimizer.zero_grad()
+
+    each_strategy(sees, transport)
 
 
 def test_PY05_clipping_is_right_or_names_the_call():

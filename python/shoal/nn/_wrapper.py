@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _C
 from .._mirror import Wrapped, refuse_torch_ddp_around
@@ -100,6 +101,8 @@ class Wrapper(Wrapped):
             self._core.before_forward()
             result = self.module(*args, **kwargs)
             self._core.after_forward(tensors_in(result), self.training)
+        except _StopRecomputationError:
+            raise  # a checkpoint around this forward has all that backward needs
         except BaseException:
             self._core.forward_failed()
             raise

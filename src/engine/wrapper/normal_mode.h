@@ -1,25 +1,40 @@
 #pragma once
-// Scope for the engine's own work when the caller is in InferenceMode.
+// Scope for the engine's own work when the caller is in InferenceMode or in a TorchDispatchMode of Python.
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <optional>
 
 namespace shoal {
 
 // Takes this thread out of InferenceMode: tensors made in InferenceMode must not be written to outside of it, and the
-// engine's own tensors are written to in training. Grad mode stays off, as in InferenceMode. No effect if InferenceMode
-// is off.
+// engine's own tensors are written to in training. Grad mode stays off, as in InferenceMode. Modes of the program do not
+// see the engine's operators: selective activation checkpointing expects the same ones in each run of a part.
 class NormalMode {
  public:
   NormalMode() {
+    if (Modes::any_modes_set()) modes_ = exchange_modes({});
     if (!c10::InferenceMode::is_enabled()) return;
     outside_.emplace(false);
     no_grad_.emplace();
   }
+  ~NormalMode() {
+    if (modes_) exchange_modes(std::move(*modes_));
+  }
+  NormalMode(const NormalMode&) = delete;
+  NormalMode& operator=(const NormalMode&) = delete;
 
  private:
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  static Modes exchange_modes(Modes modes) {
+    auto former = Modes::get_state();
+    Modes::set_state(std::move(modes));
+    return former;
+  }
+
+  std::optional<Modes> modes_;
   std::optional<c10::InferenceMode> outside_;
   std::optional<at::NoGradGuard> no_grad_;
 };
