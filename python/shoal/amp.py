@@ -14,8 +14,9 @@ __all__ = ["GradScaler"]
 
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that also takes OSS and FullyShardedOptimizer, whose gradients lie on several ranks: each rank
-    unscales what it owns, and all ranks skip a step together. unscale_() is collective, and a DisagreeError if ranks have
-    different scales: what they have summed is gradients of losses that were scaled differently.
+    unscales what it owns, and all ranks skip a step together. For these, unscale_() is collective, and a DisagreeError if
+    ranks have different scales: what they have summed is gradients of losses that were scaled differently. Where each rank
+    has an optimizer of torch.optim, scales are not compared: make and update the scaler alike on every rank.
 
     DistributedOptimizer has a scaler of its own: its option `scaler`, and scale_loss().
     """
@@ -26,18 +27,27 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        gradients = optimizer._own_gradients() if isinstance(optimizer, ShardedOptimizer) else None
-        if gradients is None:
+        if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        gradients = optimizer._own_gradients()
+        if gradients is None:  # every rank has all of them
+            found_on = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            _found_anywhere(optimizer, found_inf, inv_scale)
+            return found_on
         found = found_inf.clone()
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale)
-        most = torch.stack((found, inv_scale, -inv_scale))
-        optimizer._core.all_reduce_max(most)
-        if most[1] != -most[2]:
-            raise DisagreeError(
-                f"GradScaler: ranks have loss scales from {1 / most[1].item():g} to {-1 / most[2].item():g}, and this one has "
-                f"{1 / inv_scale.item():g}: make the scaler alike on every rank, and give its state to ranks that join an "
-                "elastic job: shoal.Elastic(..., state={...})"
-            )
-        return {found.device: most[0]}
+        return {found.device: _found_anywhere(optimizer, found, inv_scale)}
+
+
+def _found_anywhere(optimizer: ShardedOptimizer, found: torch.Tensor, inv_scale: torch.Tensor) -> torch.Tensor:
+    """Whether some rank has found inf or NaN. DisagreeError if ranks have different scales. Collective."""
+    most = torch.stack((found, inv_scale, -inv_scale))
+    optimizer._core.all_reduce_max(most)
+    if most[1] != -most[2]:
+        raise DisagreeError(
+            f"GradScaler: ranks have loss scales from {1 / most[1].item():g} to {-1 / most[2].item():g}, and this one has "
+            f"{1 / inv_scale.item():g}: make the scaler alike on every rank, and give its state to ranks that join an "
+            "elastic job: shoal.Elastic(..., state={...})"
+        )
+    return most[0]

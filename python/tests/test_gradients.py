@@ -225,6 +225,33 @@ def test_PY06_the_scaler_refuses_scales_that_differ():
         scaler.scale(model(torch.ones(2, 3)).sum()).backward()
         with pytest.raises(shoal.DisagreeError, match=f"scales from 4 to 5, and this one has {4 + rank}: "):
             scaler.unscale_(optimizer)
+        # An owner would divide the mean by its own scale, for all ranks.
+        net = torch.nn.Linear(3, 1, bias=False)
+        model = shoal.nn.DistributedDataParallel(net)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        with pytest.raises(shoal.DisagreeError, match=f"scales from 4 to 5, and this one has {4 + rank}: "):
+            scaler.step(optimizer)
+
+    on_ranks(trains)
+
+
+def test_PY05_gradients_on_their_owners_are_zeroed_under_optimizers_that_take_them_together():
+    def trains(rank):
+        results = []
+        for options in ({"fused": True}, {"foreach": True}):
+            for set_to_none in (True, False):
+                torch.manual_seed(0)
+                net = torch.nn.Linear(3, 2)
+                optimizer = shoal.optim.OSS(net.parameters(), torch.optim.AdamW, lr=0.1, **options)
+                model = shoal.nn.ShardedDataParallel(net, optimizer)
+                for step in range(3):
+                    model(torch.full((2, 3), 1.0 + rank + step)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                results.append(net.weight.detach().clone())
+        for one in results[1:]:
+            torch.testing.assert_close(one, results[0])
 
     on_ranks(trains)
 
