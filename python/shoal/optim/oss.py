@@ -53,7 +53,10 @@ class OSS(ShardedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients."""
-        torch.optim.Optimizer.zero_grad(self, set_to_none)
+        if self._reduced_to_owners:
+            super().zero_grad(set_to_none)  # torch.optim's, with fused or foreach, reads them
+        else:
+            torch.optim.Optimizer.zero_grad(self, set_to_none)
 
     def refresh_trainable(self) -> None:
         """Adopts changes of requires_grad and balances the shares again. Collective."""
