@@ -165,14 +165,21 @@ def test_PY05_modes_of_the_program_see_its_own_operators_alone(transport):
         loss.backward()
         return list(names)
 
+    def evaluate(model):
+        names.clear()
+        with torch.inference_mode(), Seen():
+            model(x)
+        return list(names)
+
     def sees(strategy, wrap):
-        expected = run(models.make("gpt"))
+        expected, in_evaluation = run(models.make("gpt")), evaluate(models.make("gpt"))
         model, optimizer = wrap(models.make("gpt"))
         for step in range(3):
             found = run(model)
             assert step == 0 or found == expected  # the first forward of DistributedDataParallel looks at all values
             optimizer.step()
             optimizer.zero_grad()
+        assert evaluate(model) == in_evaluation
 
     each_strategy(sees, transport)
 
