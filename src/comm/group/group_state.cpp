@@ -296,7 +296,9 @@ bool PendingWork::wait_for_transport(Milliseconds limit, Milliseconds left) {
   if (!memory || group_->transport->name() == "host") return work_->wait_for(limit, left);
   const auto end = Clock::now() + limit;
   while (memory->in_flight()) {
-    const auto brief = time_between_looks(Milliseconds(1), waiting_->since);
+    // Also in one short wait after the other.
+    const auto brief =
+        std::min(time_between_looks(Milliseconds(1), waiting_->since), std::max(limit / 4, Milliseconds(1)));
     if (Clock::now() + brief >= end) break;
     memory->poll();
     if (work_->wait_for(brief, left)) return true;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -46,7 +45,6 @@ class ChainWork : public TransportWork {
  private:
   std::shared_ptr<Hierarchical> transport_;
   std::shared_ptr<Chain> chain_;
-  std::optional<SteadyClock::time_point> since_;  // when it was waited for first
 };
 
 class Hierarchical : public Transport, public Pollable, public std::enable_shared_from_this<Hierarchical> {
@@ -128,6 +126,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
     return !chain.waiting.empty() || std::any_of(chain.running.begin(), chain.running.end(),
                                                  [&](const auto& work) { return work->needs(world_rank); });
   }
+  SteadyClock::time_point last_progress() const { return last_progress_; }
   // The first work that the chain waits for, if any.
   std::shared_ptr<TransportWork> running(const Chain& chain) {
     const std::lock_guard lock(mutex_);
@@ -148,11 +147,12 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
   }
 
   // Whether the running stage has finished (or there is none).
-  static bool settle(Chain& chain) {
+  bool settle(Chain& chain) {
     while (!chain.running.empty()) {
       auto& work = chain.running.front();
       if (!work->done() || !work->wait_for(Milliseconds(1), Milliseconds(1))) return false;
       chain.running.erase(chain.running.begin());
+      last_progress_ = SteadyClock::now();
     }
     if (chain.then) std::exchange(chain.then, nullptr)();
     return true;
@@ -181,6 +181,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
       chain.running.push_back(transport(stage.channel).issue(call));
     }
     chain.then = std::move(stage.then);
+    last_progress_ = SteadyClock::now();
   }
 
   Transport& transport(Channel channel) {
@@ -201,6 +202,7 @@ class Hierarchical : public Transport, public Pollable, public std::enable_share
   std::mutex mutex_;
   std::atomic<bool> advancing_ = false;  // the lock is held, perhaps by the thread that asks
   std::deque<std::shared_ptr<Chain>> chains_;
+  std::atomic<SteadyClock::time_point> last_progress_ = SteadyClock::now();  // of any operation
 };
 
 bool ChainWork::done() {
@@ -213,19 +215,18 @@ bool ChainWork::needs(int world_rank) {
 }
 
 bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {
-  // Alternates between both kinds of transport, since neither knows when the other one can progress.
   using Microseconds = std::chrono::microseconds;
-  const auto begin = SteadyClock::now();
-  if (!since_) since_ = begin;
+  // Alternates between both kinds of transport, since neither knows when the other one can progress.
+  const auto end = SteadyClock::now() + slice;
   while (!done()) {
-    const auto left = begin + slice - SteadyClock::now();
+    const auto left = end - SteadyClock::now();
     if (left.count() <= 0) return false;
+    const auto since = transport_->last_progress();
     if (const auto running = transport_->running(*chain_)) {
-      const auto pause = std::min(time_between_looks(Milliseconds(1), *since_), std::chrono::ceil<Milliseconds>(left));
+      const auto pause = std::min(time_between_looks(Milliseconds(1), since), std::chrono::ceil<Milliseconds>(left));
       running->wait_for(pause, pause);
     } else {  // an earlier operation has the channel
-      std::this_thread::sleep_for(
-          std::min<SteadyClock::duration>(time_between_looks(Microseconds(100), *since_), left));
+      std::this_thread::sleep_for(std::min<SteadyClock::duration>(time_between_looks(Microseconds(100), since), left));
     }
   }
   if (chain_->failure) std::rethrow_exception(chain_->failure);

@@ -6,12 +6,11 @@
 
 namespace shoal {
 
-// `least` at first, later a sixteenth of what the wait has taken, at most 20 ms: a wait of seconds takes next to no
-// processor time, and ends at most 6 % late.
+// `least` at first, later a sixteenth of the time since then, at most 5 ms: a wait of seconds takes next to no processor time.
 template <class Time>
 Time time_between_looks(Time least, std::chrono::steady_clock::time_point since) {
   const auto waited = std::chrono::duration_cast<Time>(std::chrono::steady_clock::now() - since);
-  return std::clamp<Time>(waited / 16, least, std::chrono::milliseconds(20));
+  return std::clamp<Time>(waited / 16, least, std::chrono::milliseconds(5));
 }
 
 }  // namespace shoal

@@ -72,24 +72,37 @@ bool follows(const at::Tensor& tensor, const StatePiece& piece) {
   return tensor.numel() == piece.range.size();
 }
 
-// The tensors of a piece that have one dtype, which are sent beside each other.
+// Tensors of a piece that are sent beside each other: small ones of one dtype, or a large one.
 struct SentTensors {
   struct One {
     std::string name;
     std::vector<int64_t> shape;
   };
+  at::ScalarType dtype{};
   std::vector<One> list;
   int64_t numel = 0;
 };
 
-std::map<at::ScalarType, SentTensors> by_dtype(const Json& tensors) {
-  std::map<at::ScalarType, SentTensors> sent;
+// More would take memory for all of them at once, and no less time.
+constexpr int64_t most_beside_each_other = 1 << 18;  // elements
+
+std::vector<SentTensors> messages_of(const Json& tensors) {
+  std::vector<SentTensors> messages;
+  std::map<at::ScalarType, size_t> open;  // the message of a dtype to which tensors may be added
   for (const auto& [name, about] : tensors.items()) {
-    auto& alike = sent[static_cast<at::ScalarType>(about["dtype"].get<int>())];
-    alike.list.push_back({name, about["shape"].get<std::vector<int64_t>>()});
-    alike.numel += c10::multiply_integers(alike.list.back().shape);
+    const auto dtype = static_cast<at::ScalarType>(about["dtype"].get<int>());
+    SentTensors::One one{name, about["shape"].get<std::vector<int64_t>>()};
+    const auto numel = c10::multiply_integers(one.shape);
+    const auto found = open.find(dtype);
+    if (found == open.end() || messages[found->second].numel + numel > most_beside_each_other) {
+      open[dtype] = messages.size();
+      messages.push_back({.dtype = dtype});
+    }
+    auto& message = messages[open[dtype]];
+    message.list.push_back(std::move(one));
+    message.numel += numel;
   }
-  return sent;
+  return messages;
 }
 
 // Views of `memory`, in the order of the list.
@@ -103,29 +116,31 @@ std::vector<at::Tensor> parts_of(const at::Tensor& memory, const SentTensors& se
   return parts;
 }
 
-void keep_part(const std::string& name, const at::Tensor& part, const StatePiece& piece, NamedState& whole) {
+// alone: the part has its memory for itself.
+void keep_part(const std::string& name, const at::Tensor& part, bool alone, const StatePiece& piece,
+               NamedState& whole) {
   auto& tensor = whole.tensors[name];
   if (piece.whole()) {
-    tensor = part.clone();
+    tensor = alone ? part : part.clone();
     return;
   }
   if (!tensor.defined()) tensor = like(piece.parameter, part.scalar_type());
   in_memory_order(tensor).narrow(0, piece.range.begin, piece.range.size()).copy_(part.view({-1}));
 }
 
-// In one broadcast per dtype. whole: nullptr where nothing is kept.
+// whole: nullptr where nothing is kept.
 void gather_piece(const Group& group, const StatePiece& piece, const Json& about, const NamedState& own,
                   NamedState* whole) {
   const Label label{-1, -1, "optimizer state of " + piece.name + ", by state_dict() or save() on every rank"};
-  for (const auto& [dtype, sent] : by_dtype(about["tensors"])) {
-    const auto memory = at::empty({sent.numel}, piece.parameter.options().dtype(dtype).requires_grad(false));
+  for (const auto& sent : messages_of(about["tensors"])) {
+    const auto memory = at::empty({sent.numel}, piece.parameter.options().dtype(sent.dtype).requires_grad(false));
     auto parts = parts_of(memory, sent);
     for (size_t i = 0; group.rank() == piece.owner && i < parts.size(); ++i) {
       parts[i].copy_(own.tensors.at(sent.list[i].name));
     }
     group.broadcast(memory, piece.owner, label).wait();
     for (size_t i = 0; whole != nullptr && i < parts.size(); ++i) {
-      keep_part(sent.list[i].name, parts[i], piece, *whole);
+      keep_part(sent.list[i].name, parts[i], parts.size() == 1, piece, *whole);
     }
   }
   if (whole == nullptr) return;
