@@ -3,10 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <filesystem>
+#include <utility>
 
-#include "base/print_to_stderr.h"
-#include "checkpoint/folder.h"
 #include "cli/strategies/schedules.h"
 #include "cli/train/loop.h"
 #include "models/loss.h"
@@ -51,9 +49,7 @@ void Trainer::keep_batch() {
 // Called in the recovery, when the failed work has been left and the world is new.
 void Trainer::follow(const ElasticChange& change) {
   enter_world();
-  std::error_code ignored;
-  const auto path = std::filesystem::path(options_.save) / step_name(last_saved_);
-  if (std::exchange(last_saved_, 0) > 0 && !std::filesystem::exists(path, ignored)) lost_save_ = path.string();
+  checkpoints_.note_lost();
   changes_.push_back(change);
 }
 
@@ -61,7 +57,7 @@ void Trainer::enter_world() {
   group_ = world_.group();
   feed_.follow(group_.rank());
   meeting_.emplace(*strategy_, group_);
-  make_state();  // waits for a save in the background, which ends with its group
+  take_state();  // waits for a save in the background, which ends with its group
 }
 
 // Steps are counted as the present ranks would have counted them from the start, as for a checkpoint that they resume from.
@@ -106,20 +102,18 @@ void Trainer::tell_changes(Loop& loop, TrainResult& result) {
   keep_batch();
   divide_anew(loop);
   if (comes) loop.first = loop.number;
-  take_over(loop);
-  loop.progress.clear();
+  loop.log.report(leads());
+  loop.log.clear_progress();
   for (auto& change : changes_) {
     change.step = loop.number;
     result.changes.push_back(nlohmann::ordered_json::parse(change.metrics_line()));
-    if (loop.reports) print_to_stderr("shoal: {}\n", change.text());
-    if (loop.metrics.wanted()) loop.metrics.write(result.changes.back());
+    loop.log.change("shoal: " + change.text(), result.changes.back());
   }
   changes_.clear();
-  if (loop.reports && !lost_save_.empty()) {
-    print_to_stderr("shoal: checkpoint {} was not saved: the ranks changed while it was written; training continues\n",
-                    lost_save_);
+  if (const auto lost = checkpoints_.take_lost(); !lost.empty()) {
+    loop.log.say(fmt::format(
+        "shoal: checkpoint {} was not saved: the ranks changed while it was written; training continues", lost));
   }
-  lost_save_.clear();
 }
 
 // A collective may be complete on some ranks when it fails on others, so that these do what those have done already. Steps
@@ -150,7 +144,7 @@ bool Trainer::attempt(const std::function<void()>& work) {
 
 Trainer::Stage Trainer::stage_after(const Loop& loop) const {
   if (evaluates(loop.number)) return Stage::evaluation;
-  return is_due(loop.number) && loop.number < total_steps() ? Stage::save : Stage::step;
+  return checkpoints_.is_due(loop.number) && loop.number < total_steps() ? Stage::save : Stage::step;
 }
 
 void Trainer::run_stage(Loop& loop, TrainResult& result) {
@@ -160,16 +154,17 @@ void Trainer::run_stage(Loop& loop, TrainResult& result) {
   }
   if (loop.stage == Stage::evaluation) {
     Evaluation evaluation;
-    if (!attempt([&] { beside_steps(group_, [&] { evaluation = evaluated(group_, result); }); })) return;
+    if (!attempt([&] { bytes_.between(group_, [&] { evaluation = evaluated(group_, result); }); })) return;
     if (std::exchange(loop.evaluated, elastic_->steps()) == elastic_->steps()) result.eval.pop_back();  // repeated
     tell_evaluation(loop, evaluation, result);
-    const bool saves = is_due(loop.number) && loop.number < total_steps();
+    const bool saves = checkpoints_.is_due(loop.number) && loop.number < total_steps();
     loop.stage = saves ? Stage::save : Stage::step;
     return;
   }
-  loop.progress.clear();
+  loop.log.clear_progress();
   bool done = true;
-  tolerate([&] { done = attempt([&] { beside_steps(group_, [&] { save(loop.number, /*in_background=*/true); }); }); });
+  tolerate(
+      [&] { done = attempt([&] { bytes_.between(group_, [&] { checkpoints_.save_in_background(loop.number); }); }); });
   if (done) loop.stage = Stage::step;
 }
 

@@ -1,19 +1,15 @@
 #pragma once
 // Where a training stands.
 
-#include "cli/train/metrics.h"
+#include "cli/train/train_log.h"
 #include "cli/train/trainer.h"
-#include "shoal/progress.h"
 
 namespace shoal::cli {
 
 struct Trainer::Loop {
   int64_t first;   // number of the first step
   int64_t number;  // of the next step
-  bool reports;    // this rank tells how training goes
-  Metrics metrics;
-  ProgressBar progress;
-  double smooth_loss = 0;
+  TrainLog log;
   int64_t under_strategy = 0;  // steps that this rank has made under the present strategy, whose wrapper counts them
   // Elastic training.
   Stage stage = Stage::step;

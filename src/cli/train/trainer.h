@@ -9,14 +9,15 @@
 #include <string>
 #include <vector>
 
+#include "cli/train/checkpoints.h"
 #include "cli/train/evaluate.h"
 #include "cli/train/feed.h"
 #include "cli/train/meeting.h"
+#include "cli/train/step_bytes.h"
 #include "cli/train/train_options.h"
 #include "cli/train/train_result.h"
 #include "models/model.h"
 #include "shoal/elastic.h"
-#include "shoal/progress.h"
 #include "shoal/schedules.h"
 #include "shoal/training.h"
 #include "shoal/world.h"
@@ -47,11 +48,34 @@ class Trainer {
   enum class Stage { evaluation, save, step };
   struct Loop;
 
-  // One optimizer step. Nothing, if it has to be done again because a rank has ended.
-  std::optional<double> step(int64_t number, TrainResult& result);
-  // The same with all that belongs to it; false: to be done again.
-  bool train_step(Loop& loop, TrainResult& result);
   void train(Loop& loop, TrainResult& result);
+  // A step with all that belongs to it; false: to be done again.
+  bool train_step(Loop& loop, TrainResult& result);
+  // The optimizer step alone. Nothing, if it has to be done again because a rank has ended.
+  std::optional<double> step(int64_t number, TrainResult& result);
+  void begin_epoch(int64_t number, int64_t first);
+  int64_t total_steps() const;
+  // Whether an evaluation follows these steps.
+  bool evaluates(int64_t steps) const;
+  // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
+  bool is_interrupted(int64_t number) const;
+  // Whether all ranks are always in the same step and end together.
+  bool in_step() const { return options_.elastic || strategy_->strategy().pace != Pace::own; }
+  bool leads() const { return strategy_->leader() == group_.rank(); }
+  // Continues under the strategy that is due before this step; the line for the metrics, if there is one.
+  std::optional<nlohmann::ordered_json> replan(int64_t number);
+  // Takes the state for checkpoints from the present strategy.
+  void take_state();
+
+  // Between steps, and at the end (between_steps.cpp).
+  Evaluation evaluated(const Group& present, TrainResult& result);
+  void tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainResult& result);
+  // Whether all ranks stop because nobody reads what they print after an evaluation. Collective.
+  bool is_unread();
+  // Reports what could not be saved.
+  void tolerate(const std::function<void()>& saving);
+  void save_end(int64_t steps, TrainResult& result);
+
   // Elastic training (elastic_training.cpp). Ranks may notice an end in different stages; they go on with the first one.
   void make_elastic();
   void train_elastic(Loop& loop, TrainResult& result);
@@ -76,35 +100,6 @@ class Trainer {
   void keep_batch();
   // Samples of a step over the ranks at the start.
   int64_t global_batch() const { return options_.batch * options_.accumulate * started_; }
-  nlohmann::ordered_json metrics_of(const Loop& loop, const TrainResult& result) const;
-  // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
-  bool is_interrupted(int64_t number) const;
-  // Whether all ranks are always in the same step and end together.
-  bool in_step() const { return options_.elastic || strategy_->strategy().pace != Pace::own; }
-  bool leads() const { return strategy_->leader() == group_.rank(); }
-  int64_t total_steps() const;
-  // Returns the first step.
-  int64_t resume();
-  // Takes the state for checkpoints from the present strategy.
-  void make_state();
-  // Continues under the strategy that is due before this step; the line for the metrics, if there is one.
-  std::optional<nlohmann::ordered_json> replan(int64_t number);
-  void begin_epoch(int64_t number, int64_t first);
-  // Saves after `steps` steps. in_background: training goes on meanwhile.
-  void save(int64_t steps, bool in_background);
-  bool is_due(int64_t steps) const;
-  // Reports what could not be saved.
-  void tolerate(const std::function<void()>& saving);
-  void save_end(int64_t steps, TrainResult& result);
-  void keep_earlier_latest(int64_t steps, TrainResult& result) const;
-  Evaluation evaluated(const Group& present, TrainResult& result);
-  void tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainResult& result);
-  // Whether all ranks stop because nobody reads what they print after an evaluation. Collective.
-  bool is_unread();
-  bool evaluates(int64_t steps) const;
-  // Runs what all ranks do between two steps. What it sends over TCP is not that of the steps.
-  void beside_steps(const Group& present, const std::function<void()>& work);
-  void take_over(Loop& loop);
 
   TrainOptions options_;  // under the present strategy
   TrainOptions all_options_;
@@ -118,19 +113,15 @@ class Trainer {
   std::optional<Meeting> meeting_;
   std::vector<double> base_rates_;  // of the optimizer's param groups, without the schedule
   std::unique_ptr<LambdaLR> schedule_;
-  std::optional<TrainingState> training_;
+  Checkpoints checkpoints_{all_options_, feed_};
   std::unique_ptr<Elastic> elastic_;
-  std::vector<ElasticChange> changes_;     // not told yet
-  std::string lost_save_;                  // checkpoint that was being written when a rank ended
-  int64_t last_saved_ = 0;                 // steps of the last one begun in the background
-  std::optional<int64_t> earlier_latest_;  // step that `latest` named at the start, until this run has saved on its own
-  int64_t schedule_steps_ = 0;             // of the training, as the schedule counts them
-  int started_ = 1;                        // ranks at the start of the job
+  std::vector<ElasticChange> changes_;  // not told yet
+  int64_t schedule_steps_ = 0;          // of the training, as the schedule counts them
+  int started_ = 1;                     // ranks at the start of the job
   // For newcomers: next step, steps of an epoch, schedule_steps_, started_.
   at::Tensor position_ = at::zeros({4}, at::kLong);
-  int64_t wire_ = 0;         // bytes over TCP in the steps until the last work beside them
-  int64_t wire_before_ = 0;  // bytes over TCP at the end of that work
-  bool unread_ = false;      // nobody reads the output any more, which ends training
+  StepBytes bytes_;
+  bool unread_ = false;  // nobody reads the output any more, which ends training
 };
 
 }  // namespace shoal::cli
