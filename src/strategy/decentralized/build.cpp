@@ -5,14 +5,10 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
-#include <unordered_set>
 
 #include "base/limits.h"
-#include "engine/sharded/changed_values.h"
 #include "engine/wrapper/data_parallel_state.h"
-#include "engine/wrapper/module_checks.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
@@ -21,83 +17,6 @@
 namespace shoal {
 
 using State = DecentralizedDataParallelCore::State;
-
-namespace {
-
-constexpr int64_t most_rounds = 16;  // number of rounds whose exchanges may keep copies
-
-}  // namespace
-
-void DecentralizedDataParallelOptions::validate(int ranks) const {
-  std::vector<std::string> faults;
-  const auto positive = [&](const char* name, double value, const char* unit) {
-    if (!(value > 0)) faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
-  };
-  positive("bucket_cap_mb", bucket_cap_mb, "MiB");
-  positive("neighbour_timeout_seconds", neighbour_timeout_seconds, "seconds");
-  if (clip_grad < 0 || !std::isfinite(clip_grad)) {
-    faults.push_back(fmt::format("clip_grad is {}: give a norm, or 0 for no clipping", clip_grad));
-  }
-  if (clip == ClipScope::bucket && scaler) {
-    faults.emplace_back(
-        "clip per bucket does not work with a scaler, because updates wait for the last gradient; use "
-        "ClipScope::all_gradients");
-  }
-  if (topology && topology->size() != ranks) {
-    faults.push_back(fmt::format("topology {} is for {} ranks, the group has {}: make_topology(name, group.size())",
-                                 topology->name(), topology->size(), ranks));
-  }
-  if (exchange_dtype && !at::isFloatingType(*exchange_dtype)) {
-    faults.push_back(fmt::format("exchange_dtype {}: give a floating-point one", toString(*exchange_dtype)));
-  }
-  if (exchange_dtype && topology && topology->kind() == Stochastic::column) {
-    faults.emplace_back(
-        "exchange_dtype is not supported for push-sum, whose weights are sent with the values and must not be rounded");
-  }
-  if (compressed_exchange) {
-    const auto& how = *compressed_exchange;
-    const auto part = [&](const char* name, const std::optional<double>& value) {
-      if (value && !(*value > 0 && *value <= 1)) {
-        faults.push_back(fmt::format("compressed_exchange: {} is {}: give more than 0 and at most 1", name, *value));
-      }
-    };
-    part("top_k", how.top_k);
-    part("rate", how.rate);
-    if (exchange_dtype)
-      faults.emplace_back("exchange_dtype and compressed_exchange exclude each other: set one of them");
-    if (pre_average_hook) {
-      faults.emplace_back(
-          "pre_average_hook is not supported with compressed_exchange, which has no sum of neighbours' values");
-    }
-    if (topology && (topology->kind() != Stochastic::doubly || topology->period() > most_rounds)) {
-      faults.push_back(
-          fmt::format("compressed_exchange keeps copies per round: topology {} is {} stochastic with {} "
-                      "rounds; give a doubly stochastic one of at most {}",
-                      topology->name(), to_string(topology->kind()), topology->period(), most_rounds));
-    }
-  }
-  if (!faults.empty()) throw UsageError(fmt::format("DecentralizedDataParallel: {}", fmt::join(faults, "; ")));
-}
-
-std::vector<std::string> describe(const DecentralizedDataParallelOptions& options) {
-  const auto& compressed = options.compressed_exchange;
-  std::vector<std::string> lines{
-      fmt::format("bucket_cap_mb {}", options.bucket_cap_mb),
-      fmt::format("exchange_dtype {}", options.exchange_dtype ? toString(*options.exchange_dtype) : "none"),
-      compressed ? fmt::format("compressed_exchange with top_k {}, rate {}", compressed->top_k.value_or(1),
-                               compressed->rate.value_or(0))
-                 : "no compressed_exchange",
-      fmt::format("average_buffers {}", options.average_buffers)};
-  if (const auto& scaler = options.scaler) {
-    lines.push_back(fmt::format(
-        "scaler with initial_scale {}, dynamic {}, growth {} after {} steps, backoff {} after {}, min_scale {}",
-        scaler->initial_scale, scaler->dynamic, scaler->growth_factor, scaler->growth_interval, scaler->backoff_factor,
-        scaler->hysteresis, scaler->min_scale));
-  } else {
-    lines.emplace_back("no scaler");
-  }
-  return lines;
-}
 
 namespace {
 
@@ -113,13 +32,6 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
     parameters.push_back(gradient.parameter);
   }
   return parameters;
-}
-
-std::string loaded_alone(const std::string& parameter, int rank) {
-  return fmt::format(
-      "DecentralizedDataParallel: parameter {} has been loaded or replaced on rank {}, and neighbours would mix what "
-      "that rank had before into it; when all ranks have loaded, call global_avg() on all of them",
-      parameter, rank);
 }
 
 std::optional<GradScaler> make_scaler(const DecentralizedDataParallelOptions& options) {
@@ -175,34 +87,6 @@ void State::tell_weights() {
         fmt::join(without, ", ")));
   }
   mixing.known().all_weigh(given);
-}
-
-void State::require_that_all_go_on(int64_t version) const {
-  const auto stopped = mixing.stopped_before(version);
-  if (!stopped) return;
-  const auto [rank, gradient] = *stopped;
-  throw UsageError(loaded_alone(gradient < gradients.size() ? gradients[gradient].name : "?", group.world_rank(rank)));
-}
-
-// Before the first step ranks agree on their initial values; later a rank that alone replaces values must stop, because
-// neighbours still have the old ones.
-void State::meet_changes() {
-  for (const auto& bucket : buckets) bucket.require_kinds();
-  const bool loaded = loads.changed(watch.parameters());
-  if (!loaded) loads.clear();
-  if (!loaded && !watch.changed()) return;
-  if (buckets.empty() || group.size() == 1) separate();
-  std::vector<ChangedValue> values;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    if (!loaded && !watch.changed(i)) continue;
-    values.push_back({gradients[i].name, digest_of(gradients[i].parameter)});
-    if (buckets.empty() || group.size() == 1) continue;
-    mixing.stop(static_cast<uint32_t>(i));
-    throw UsageError(loaded_alone(gradients[i].name, group.world_rank(group.rank())));
-  }
-  if (!values.empty() && buckets.empty()) agree_on_values(group, values);
-  watch.note();
-  loads.clear();
 }
 
 // Uses rank 0's order; other ranks may have used other parameters, or in another order.
@@ -277,27 +161,6 @@ void State::make_buckets(const std::vector<size_t>& order) {
   watch.note();
   if (whole) whole->give_options(buckets);
   if (pending) load_pending();
-}
-
-void State::separate() {
-  if (homes.empty()) return;
-  const torch::NoGradGuard no_grad;
-  std::vector<at::Tensor> replaced;
-  std::unordered_set<const c10::StorageImpl*> on_homes;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    if (!same_storage(gradients[i].parameter, homes[i])) replaced.push_back(gradients[i].parameter);
-  }
-  if (replaced.empty()) return;
-  std::vector<NamedTensor> named;
-  for (const auto& gradient : gradients) {
-    named.push_back({.name = gradient.name, .aliases = {}, .tensor = gradient.parameter});
-  }
-  require_separate_memory(named, {}, "DecentralizedDataParallel");
-  for (const auto& home : homes) on_homes.insert(home.storage().unsafeGetStorageImpl());
-  for (const auto& parameter : replaced) {
-    const bool on_home = on_homes.contains(parameter.storage().unsafeGetStorageImpl());
-    if (on_home) parameter.set_data(parameter.detach().clone());
-  }
 }
 
 void State::show_all() {
