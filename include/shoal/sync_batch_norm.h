@@ -20,7 +20,8 @@ namespace shoal {
 // In training mode forward is collective (one all-gather of 2 c + 1 float64), and so is backward (one all-reduce of 2 c
 // float64); all ranks must run their SyncBatchNorms in the same order. In evaluation mode, and in a group of one rank,
 // it is plain batch normalisation without communication. Gradients of weight and bias are those of this rank's samples,
-// to be averaged by DistributedDataParallel or a similar wrapper. Running statistics are equal on all ranks.
+// to be averaged by DistributedDataParallel or a similar wrapper. Running statistics are equal on all ranks; batches of
+// training leave them alone while options.track_running_stats() is false, as in Python.
 //
 // forward throws UsageError before any communication for an input of another shape or dtype, and on every rank if all
 // ranks together have only one value per channel. Double backward throws UsageError.

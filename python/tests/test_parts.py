@@ -1,5 +1,7 @@
 """SyncBatchNorm and ShardGossipOptimizer in Python."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,6 +73,31 @@ def test_PY05_a_batch_norm_with_several_names_is_converted_under_all():
         assert net.first.running_mean.tolist() == [0, 0, 0]
 
     on_ranks(converts)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_SDP09_sync_batch_norm_leaves_running_statistics_while_track_running_stats_is_off(ranks, momentum):
+    """As programs switch it for adversarial passes (PyTorch's attribute may change at any time)."""
+
+    def runs(rank):
+        plain = torch.nn.BatchNorm1d(3, momentum=momentum)
+        norm = shoal.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+        generator = torch.Generator().manual_seed(0)
+        for tracks, counts in ((True, True), (False, True), (True, True), (True, False), (False, False)):
+            x = torch.randn(4 * ranks, 3, generator=generator) * 2 + 1
+            for trains in (True, False):
+                results = []
+                for one, samples in ((plain, x), (norm, x.chunk(ranks)[rank])):
+                    one.track_running_stats = tracks
+                    if not counts:
+                        one.num_batches_tracked = None
+                    results.append(one.train(trains)(samples))
+                torch.testing.assert_close(results[1], results[0].chunk(ranks)[rank])
+            for key, value in plain.state_dict().items():
+                torch.testing.assert_close(norm.state_dict()[key], value, msg=f"{key} {tracks} {counts}")
+
+    on_ranks(runs, ranks)
 
 
 def test_PY05_sync_batch_norm_refuses():

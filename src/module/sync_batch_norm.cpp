@@ -145,7 +145,8 @@ void SyncBatchNormImpl::adopt(const at::Tensor& new_weight, const at::Tensor& ne
   parameters_["bias"] = bias = new_bias;
   // set_data, because libtorch cannot replace a registered buffer.
   const auto share = [](at::Tensor& own, const at::Tensor& other) {
-    if (own.defined()) own.set_data(other);
+    if (own.defined() && other.defined()) own.set_data(other);
+    if (!other.defined()) own.reset();
   };
   share(running_mean, mean);
   share(running_var, var);
@@ -165,18 +166,20 @@ void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
 
 // Counts a batch; returns the weight of its statistics in the running ones.
 double SyncBatchNormImpl::count_batch() {
-  if (!num_batches_tracked.defined()) return 0;
+  if (!num_batches_tracked.defined()) return options.momentum().value_or(0);
   num_batches_tracked += 1;
   return options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
   _check_input_dim(input);
+  const bool tracks = is_training() && options.track_running_stats() && running_mean.defined();
   if (!is_training() || group_.size() == 1) {
-    const double factor = is_training() ? count_batch() : 0;
+    const double factor = tracks ? count_batch() : 0;
     const bool by_batch = is_training() || !options.track_running_stats();
-    return torch::nn::functional::detail::batch_norm(input, running_mean, running_var, weight, bias, by_batch, factor,
-                                                     options.eps());
+    const auto used = [&](const at::Tensor& running) { return by_batch && !tracks ? at::Tensor() : running; };
+    return torch::nn::functional::detail::batch_norm(input, used(running_mean), used(running_var), weight, bias,
+                                                     by_batch, factor, options.eps());
   }
   const auto of_all = [&] {
     const torch::NoGradGuard no_grad;
@@ -185,7 +188,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
   if (of_all.count == 1) {
     throw UsageError("SyncBatchNorm: all ranks together have only one value per channel; training needs at least two");
   }
-  if (running_mean.defined() && of_all.count > 0) {
+  if (tracks && of_all.count > 0) {
     const double factor = count_batch();
     const auto blend = [factor](const at::Tensor& running, const at::Tensor& fresh) {
       running.copy_(running.to(wide).mul(1 - factor).add(fresh, factor));

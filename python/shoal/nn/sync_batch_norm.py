@@ -43,13 +43,15 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
+        # Programs switch the attribute off for a while, so that some forwards leave the running statistics alone.
+        used = self.track_running_stats or not self.training
         return _C.sync_batch_norm(
             input,
             self.weight,
             self.bias,
-            self.running_mean,
-            self.running_var,
-            self.num_batches_tracked,
+            self.running_mean if used else None,
+            self.running_var if used else None,
+            self.num_batches_tracked if used else None,
             self.eps,
             self.momentum,
             self.training,
