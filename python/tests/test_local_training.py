@@ -427,3 +427,13 @@ def test_PY05_gradients_of_local_updates_may_be_set_to_zero():
             torch.testing.assert_close(value, expected)
 
     on_ranks(trains)
+
+
+def test_DEC01_a_parameter_that_is_not_the_modules_is_named():
+    def wraps(rank):
+        net, weight = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.ones(3))
+        groups = [{"params": net.parameters()}, {"params": [weight], "lr": 1.0}]
+        with pytest.raises(shoal.UsageError, match=r"a parameter \[3\] of param group 1 is not one of the module.*an optimizer of its own"):
+            shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, params=groups, lr=0.1)
+
+    on_ranks(wraps)

@@ -87,6 +87,17 @@ def _items(recipe: Recipe, mirror: Any) -> list[str]:
     return items
 
 
+def _refuse_foreign(module: torch.nn.Module, groups: list[dict[str, Any]]) -> None:
+    own = {id(parameter) for parameter in module.parameters()}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise _C.UsageError(
+                    f"DecentralizedDataParallel: a parameter {list(parameter.shape)} of param group {number} is not one of the "
+                    "module, whose backward updates: put it into the module, or give it to an optimizer of its own"
+                )
+
+
 class DecentralizedDataParallel(Gossip, Wrapper):
     """Decentralised training: every rank trains its own parameters and averages them with a few neighbours per step.
 
@@ -116,6 +127,7 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         mirror = mirror_of(module)
         groups = groups_of_module(module, params, options.get("ignored", ()))
         trained = [one for group in groups for one in group["params"]]
+        _refuse_foreign(module, groups)
         refuse_torch_ddp(module, "DecentralizedDataParallel", trained)
         options = with_ignored_of_torch("DecentralizedDataParallel", module, options, {id(one) for one in trained})
         recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults, options=_options)
