@@ -165,6 +165,9 @@ class DecentralizedDataParallelCore {
   // Optimizers, one per bucket, from the first step on. Owned by the wrapper.
   std::vector<torch::optim::Optimizer*> optimizers() const;
   const GradScaler* scaler() const;
+  // UsageError if some gradients of the last backward, which has used all of them, were zeroed or dropped since, but not
+  // others. Call it before zero_grad(), after which the next backward cannot see that any more.
+  void check_gradients() const;
   // Norm of this rank's gradients in the last step before clipping, with clip_grad.
   double last_norm() const;
 
@@ -210,8 +213,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 //   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  publish x
 // and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped.
 // Reading it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward if
-// gradients of only some parameters were zeroed or dropped. Tensor hooks of parameters see gradients and may modify
-// them. Values published after step k = 1, 2, ... are averaged in step k + 1 with the weights of round k, modulo
+// gradients of only some parameters were zeroed or dropped (check_gradients() sees that before a zero_grad() of all hides
+// it). Tensor hooks of parameters see gradients and may modify them. Values published after step k = 1, 2, ... are averaged in step k + 1 with the weights of round k, modulo
 // the topology's number of rounds. The first step therefore averages nothing and takes round 0, and an exchange overlaps
 // with a whole step. Parameters
 // that a step does not use are averaged and not updated. Ranks may use different modules. A parameter that backward

@@ -429,6 +429,34 @@ def test_PY05_gradients_of_local_updates_may_be_set_to_zero():
     on_ranks(trains)
 
 
+def test_DDP18_gradients_of_some_parameters_alone_are_not_dropped_without_a_word():
+    """As DINO keeps its last layer for an epoch: dropped before step(), and zero_grad() follows."""
+
+    def trains(rank):
+        for act in (lambda one: setattr(one, "grad", None), lambda one: one.grad.zero_()):
+            net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+            model = shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, topology="complete", lr=0.1)
+
+            def closure(model=model):
+                model.optimizer.zero_grad()
+                loss = model(torch.ones(1, 2)).sum()
+                loss.backward()
+                return loss
+
+            for part in (net, net[:0], net):  # all, or none
+                closure()
+                for parameter in part.parameters():
+                    act(parameter)
+                model.optimizer.step()
+            assert model.optimizer.step(closure).shape == ()
+            for parameter in net[1].parameters():
+                act(parameter)
+            with pytest.raises(shoal.UsageError, match="parameter 1.weight was zeroed or dropped.*freeze it before"):
+                model.optimizer.step()
+
+    on_ranks(trains)
+
+
 def test_DEC01_a_parameter_that_is_not_the_modules_is_named():
     def wraps(rank):
         net, weight = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.ones(3))

@@ -73,6 +73,7 @@ TEST(SpentGradients, some_by_themselves_are_refused_once) {
                                                                       }}) {
     WithSpent with;
     with.leave();
+    with.spent->check();
     act(with);
     const auto text = test::refusal([&] { with.spent->clear(); });
     EXPECT_NE(text.find("Strategy: after the last backward, the gradient of parameter b was zeroed or dropped"),
@@ -81,7 +82,20 @@ TEST(SpentGradients, some_by_themselves_are_refused_once) {
     EXPECT_NO_THROW(with.spent->clear());
     with.leave();
     EXPECT_NO_THROW(with.spent->clear());
+    with.leave();
+    act(with);
+    EXPECT_EQ(test::refusal([&] { with.spent->check(); }), text);
   }
+}
+
+TEST(SpentGradients, check_sees_what_zero_grad_hides_from_the_next_backward) {
+  WithSpent with;
+  with.leave();
+  with.grad(1).reset();
+  EXPECT_THROW(with.spent->check(), UsageError);
+  for (size_t i = 0; i < 3; ++i) with.grad(i).reset();
+  EXPECT_NO_THROW(with.spent->check());
+  EXPECT_NO_THROW(with.spent->clear());
 }
 
 TEST(SpentGradients, others_in_their_place_stay_and_those_of_frozen_parameters_are_not_missed) {

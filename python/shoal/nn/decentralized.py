@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,8 +37,9 @@ _options = (
 class Rates(torch.optim.Optimizer):
     """The param groups of a DecentralizedDataParallel, for schedules. Backward has made the step already."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, core: Any) -> None:
         self._made = False
+        self._core = weakref.ref(core)
         super().__init__(recipe.groups, recipe.defaults)
         self._made = True
         self._opt_called = True  # PyTorch's schedules warn until step() was called, which there is no need to
@@ -62,11 +64,16 @@ class Rates(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluates the closure, if there is one; backward updates the parameters."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+        """Evaluates the closure, if there is one; backward updates the parameters. UsageError if gradients of some of them were
+        zeroed or dropped since."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        core = self._core()
+        if core is not None:
+            core.check_gradients()
+        return result
 
     def _optimizer_step_code(self) -> None:
         """Where PyTorch's profiler, by the base class's code, reads gradients past the operators."""
@@ -135,7 +142,7 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)
         super().__init__(module, mirror, core, parameters_where(module, set(options.get("ignored", ())).__contains__))
         self._make = recipe.make  # which the core refers to
-        self.optimizer = Rates(recipe)
+        self.optimizer = Rates(recipe, core)
         core.follow(self.optimizer)
         tell_of_loading(module, core)
         _C.agree(group, "the optimizer of DecentralizedDataParallel", _items(recipe, mirror))

@@ -141,6 +141,7 @@ void bind_decentralized(py::module_& module) {
            [](DecentralizedCore& core) { return unlocked([&] { return core.consensus_distance(); }); })
       .def("pass_step", [](DecentralizedCore& core) { unlocked([&] { core.pass(); }); })
       .def("leave", [](DecentralizedCore& core) { unlocked([&] { core.leave(); }); })
+      .def("check_gradients", [](const DecentralizedCore& core) { core.check_gradients(); })
       .def("last_norm", [](const DecentralizedCore& core) { return core.last_norm(); })
       .def("write_local", [](DecentralizedCore& core) { core.write_local(); });
   bind_parallel<DecentralizedCore>(bound);

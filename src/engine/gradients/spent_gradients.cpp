@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include <optional>
-
 #include "shoal/error.h"
 
 namespace shoal {
@@ -25,21 +23,34 @@ SpentGradients::Fate SpentGradients::fate(size_t gradient) const {
   return stand_ins_.present(gradient) ? Fate::untouched : Fate::replaced;
 }
 
+SpentGradients::Fates SpentGradients::fates() const {
+  Fates found;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!left_[i] || !gradients_[i].parameter.requires_grad()) continue;
+    auto& first = found[static_cast<size_t>(fate(i))];
+    first = first.value_or(i);
+  }
+  return found;
+}
+
+void SpentGradients::check() const {
+  refuse_mixed(fates());
+}
+
 void SpentGradients::clear() {
   if (!any_) return;
   any_ = false;
-  std::optional<size_t> untouched, dropped, zeroed;
+  const auto found = fates();
   for (size_t i = 0; i < gradients_.size(); ++i) {
-    const auto& parameter = gradients_[i].parameter;
-    if (left_[i] && parameter.requires_grad()) {
-      const auto what = fate(i);
-      if (what == Fate::untouched) untouched = untouched.value_or(i);
-      if (what == Fate::dropped) dropped = dropped.value_or(i);
-      if (what == Fate::zeroed) zeroed = zeroed.value_or(i);
-    }
-    if (stand_ins_.present(i)) at::Tensor(parameter).mutable_grad().reset();
+    if (stand_ins_.present(i)) at::Tensor(gradients_[i].parameter).mutable_grad().reset();
   }
   left_.assign(gradients_.size(), false);
+  refuse_mixed(found);
+}
+
+void SpentGradients::refuse_mixed(const Fates& fates) const {
+  const auto of = [&](Fate fate) { return fates[static_cast<size_t>(fate)]; };
+  const auto untouched = of(Fate::untouched), dropped = of(Fate::dropped), zeroed = of(Fate::zeroed);
   if (zeroed && (dropped || untouched)) refuse(*zeroed, untouched ? *untouched : *dropped);
   if (dropped && untouched) refuse(*dropped, *untouched);
 }

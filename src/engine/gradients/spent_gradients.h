@@ -1,6 +1,8 @@
 #pragma once
 // Stand-ins in grad() for gradients that backward has already used for its update.
 
+#include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,13 +20,19 @@ class SpentGradients {
 
   // Call at the end of a backward that used the gradient.
   void leave(size_t gradient);
-  // Call before new gradients arrive: removes the stand-ins from grad(). UsageError, once, if some of the last update's
-  // gradients were zeroed or dropped while others of trainable parameters were not.
+  // UsageError if some of the last update's gradients were zeroed or dropped while others of trainable parameters were
+  // not.
+  void check() const;
+  // Call before new gradients arrive: removes the stand-ins from grad(). Throws what check() does, once.
   void clear();
 
  private:
   enum class Fate { untouched, dropped, zeroed, replaced };
   Fate fate(size_t gradient) const;
+  // One gradient of each fate that some have had, by fate.
+  using Fates = std::array<std::optional<size_t>, 4>;
+  Fates fates() const;
+  void refuse_mixed(const Fates& fates) const;
   void refuse(size_t touched, size_t untouched) const;
 
   const std::vector<Gradient>& gradients_;

@@ -231,6 +231,10 @@ const GradScaler* DecentralizedDataParallelCore::scaler() const {
   return state_->scaler ? &*state_->scaler : nullptr;
 }
 
+void DecentralizedDataParallelCore::check_gradients() const {
+  state_->spent.check();
+}
+
 double DecentralizedDataParallelCore::last_norm() const {
   return state_->norm;
 }
