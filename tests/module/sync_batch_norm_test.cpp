@@ -265,6 +265,21 @@ TEST(SyncBatchNorm, SDP09_refuses_what_it_cannot_do) {
             std::string::npos);
 }
 
+// As in Python. libtorch's own batch norm takes such batches into its running statistics, without counting them.
+TEST(SyncBatchNorm, SDP09_running_statistics_rest_while_they_are_not_tracked) {
+  SyncBatchNorm norm(BatchNormOptions(channels), group());
+  const auto run = [&](int64_t step) { return norm(own(of_all_ranks({4}, step, at::kFloat))); };
+  run(0);
+  const auto before = norm->running_var.clone();
+  norm->options.track_running_stats(false);
+  EXPECT_LT(run(1).abs().sum().item<double>(), 300) << "normalised by the batch";
+  EXPECT_TRUE(at::equal(norm->running_var, before));
+  norm->options.track_running_stats(true);
+  run(2);
+  EXPECT_FALSE(at::equal(norm->running_var, before));
+  EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 2);
+}
+
 TEST(SyncBatchNorm, SDP09_no_samples_anywhere_changes_nothing) {
   SyncBatchNorm norm(BatchNormOptions(channels), group());
   if (group().size() == 1) GTEST_SKIP() << "plain batch norm";
