@@ -10,6 +10,7 @@
 #include "shoal/training.h"
 #include "tests/support/forked_ranks.h"
 #include "tests/support/models.h"
+#include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {
@@ -30,6 +31,7 @@ std::string refusal(const std::function<void()>& work) {
 }
 
 std::vector<Training<MlpImpl>> trainings_of_the_program;  // destroyed after the library's own global objects
+std::vector<TrainingState> states_of_the_program;         // their destructors wait for saves
 
 std::unique_ptr<TrainingCore> make_nothing(const TrainingParts&) {
   return nullptr;
@@ -120,17 +122,24 @@ TEST(Registry, bf16_without_float32_copies_is_taken_by_its_own_name_only) {
                     HasSubstr("take bf16_mixed, a strategy with float32 copies (megatron"), HasSubstr("or bf16_pure")));
 }
 
-TEST(Registry, a_training_may_be_a_global_object_of_the_program) {
-  const auto train_and_exit = [](const World& world) -> std::string {
+TEST(Registry, a_training_may_be_a_global_object_of_the_program_that_has_saved_in_the_background) {
+  const TempFolder folder;
+  const auto train_and_exit = [&](const World& world) -> std::string {
     for (const auto& name : strategy_names()) {
       if (find_strategy(name).pace == Pace::single) continue;
+      StrategyOptions options;  // parameters that its destructor waits for
+      if (name == "megatron") options["overlap_param_gather"] = "true";
       auto training = make_training(name, seeded(1), optimizer_recipe<torch::optim::SGD>(0.1), world.group(),
-                                    {.precision = Precision::float64()});
+                                    {.options = options, .precision = Precision::float64()});
       training->backward(mean_loss(training.forward(batch(world.rank(), 0))));
       training->step();
       trainings_of_the_program.push_back(std::move(training));
     }
     world.group().barrier().wait();
+    for (const auto& training : trainings_of_the_program) {
+      if (training->strategy().name == "megatron") states_of_the_program.push_back(*training->state());
+    }
+    save_async(folder.file("run"), states_of_the_program.front());
     std::exit(0);
   };
   for (const auto& rank : run_ranks(2, train_and_exit)) {

@@ -42,6 +42,7 @@ class Activity {
 
   // Records that the calling thread makes a group, or issues or waits for an operation.
   void seen() {
+    if (Thread::ended) return;
     const auto& own = this_thread();
     if (last_.load(std::memory_order_relaxed) == own.number) return;
     const std::lock_guard lock(mutex_);
@@ -58,12 +59,17 @@ class Activity {
 
  private:
   struct Thread {
+    explicit Thread(uint64_t number) : number(number) {}
+    ~Thread() { ended = true; }
+    // Of the calling thread: destructors of global objects, which may wait for operations, run behind that of this.
+    static inline thread_local bool ended = false;
+
     uint64_t number;  // own numbering, because the system reuses its thread ids
     std::shared_ptr<char> alive = std::make_shared<char>();
   };
   static const Thread& this_thread() {
     static std::atomic<uint64_t> count = 0;
-    thread_local const Thread thread{++count};
+    thread_local const Thread thread(++count);
     return thread;
   }
 
