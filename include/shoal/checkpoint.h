@@ -126,7 +126,7 @@ struct LoadOptions {
   bool model_only = false;  // load all parameters and buffers, and nothing else
   bool rates = true;        // load learning rates, unless a schedule sets them
   bool options = true;      // load the other options of param groups: momentum, betas, weight_decay, ...
-  bool verify = true;       // verify checksums of the data that is read
+  bool verify = true;       // verify checksums of the data that is read; several ranks those of a whole .pt file
 };
 
 // Result of a load.

@@ -72,6 +72,8 @@ class CheckpointReader::Files : public SliceSource {
   const CheckpointIndex& index() const override { return index_; }
   void read(const StoredTensor& tensor, const Range& range, char* to) override { files_.read(tensor, range, to); }
 
+  void check_records(int part, int parts) { files_.check_records(part, parts); }
+
   const fs::path& path() const { return path_; }
   const fs::path& folder() const { return folder_; }
 
@@ -118,6 +120,10 @@ CheckpointReader::Verified CheckpointReader::verify() const {
   return verified;
 }
 
+void CheckpointReader::check_records(int part, int parts) {
+  files_->check_records(part, parts);
+}
+
 CheckpointReader open_checkpoint(const Group& group, const fs::path& path, bool verify) {
   std::string found;
   on_all_ranks(group, "checkpoint", [&] {
@@ -132,7 +138,11 @@ CheckpointReader open_checkpoint(const Group& group, const fs::path& path, bool 
   });
   found = broadcast_text(group, found, 0, {-1, -1, "checkpoint"});
   std::optional<CheckpointReader> reader;
-  on_all_ranks(group, "checkpoint", [&] { reader.emplace(found, verify, /*whole_records=*/group.size() == 1); });
+  on_all_ranks(group, "checkpoint", [&] {
+    const bool alone = group.size() == 1;
+    reader.emplace(found, verify, /*whole_records=*/alone);
+    if (verify && !alone) reader->check_records(group.rank(), group.size());
+  });
   return std::move(*reader);
 }
 

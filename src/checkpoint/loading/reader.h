@@ -30,6 +30,8 @@ class CheckpointReader : public SliceReader {
   };
   // Reads and checks everything, whatever `verify` was.
   Verified verify() const;
+  // Compares the checksums of one of `parts` shares of a .pt file.
+  void check_records(int part, int parts);
 
  private:
   class Files;
@@ -39,7 +41,7 @@ class CheckpointReader : public SliceReader {
 };
 
 // Opens the same checkpoint on every rank, although `latest` may change at any time: rank 0 resolves the path. Several
-// ranks, which read a part each, do not compare checksums of .pt files.
+// ranks, which read a part each, divide the checksums of a .pt file, and compare all of them here.
 // Collective; throws on every rank.
 CheckpointReader open_checkpoint(const Group& group, const std::filesystem::path& path, bool verify = true);
 

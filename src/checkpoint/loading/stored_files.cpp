@@ -50,6 +50,22 @@ bool StoredFiles::has_checksums(const StoredTensor& tensor, const StoredSlice& s
          file(slice.file).entry(slice_key(tensor, slice.range)).record.has_value();
 }
 
+void StoredFiles::check_records(int part, int parts) {
+  std::set<int64_t> seen;  // tensors may share a record
+  std::vector<int64_t> bytes(static_cast<size_t>(parts));
+  for (const auto& [name, tensor] : index_.tensors) {
+    if (tensor.dtype == at::ScalarType::Undefined) continue;
+    for (const auto& slice : tensor.slices) {
+      const auto& reader = file(slice.file);
+      const auto& record = reader.entry(slice_key(tensor, slice.range)).record;
+      if (!record || !seen.insert(record->offset).second) continue;
+      const auto least = std::min_element(bytes.begin(), bytes.end());
+      *least += record->bytes;
+      if (least - bytes.begin() == part) check_record(tensor, reader.file(), *record);
+    }
+  }
+}
+
 void StoredFiles::check_record(const StoredTensor& tensor, const InputFile& input, const ChecksummedBytes& record) {
   const auto key = std::pair(input.path(), record.offset);
   if (checked_.contains(key)) return;

@@ -26,6 +26,8 @@ class StoredFiles {
   void read(const StoredTensor& tensor, const Range& range, char* to);
   // Whether there are checksums for the slice.
   bool has_checksums(const StoredTensor& tensor, const StoredSlice& slice);
+  // Compares the checksums of the part-th of `parts` shares of a .pt file's records, of about equally many bytes each.
+  void check_records(int part, int parts);
 
  private:
   // Place of a slice, and which of its blocks were verified.

@@ -4,6 +4,9 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
+#include <fstream>
+#include <sstream>
+
 #include "checkpoint/format/safetensors.h"
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"
@@ -161,6 +164,34 @@ struct TiedImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x.mm(weight).mm(weight); }
   at::Tensor weight;
 };
+
+TEST(PtFile, BEY05_a_changed_bit_of_any_tensor_is_an_error_on_all_ranks) {
+  const SharedFolder folder;
+  const auto model = seeded(3);
+  const auto path = folder / "model.pt";
+  for (const auto& parameter : model->parameters()) {
+    if (group().rank() == 0) {
+      save_module(path, *model);
+      std::stringstream read;
+      read << std::ifstream(path, std::ios::binary).rdbuf();
+      auto bytes = read.str();
+      const std::string values(static_cast<const char*>(parameter.data_ptr()), parameter.nbytes());
+      const auto place = bytes.find(values);
+      ASSERT_NE(place, std::string::npos);
+      bytes[place + 1] = static_cast<char>(bytes[place + 1] ^ 0x40);
+      std::ofstream(path, std::ios::binary) << bytes;
+    }
+    group().barrier().wait();
+    const auto loaded = seeded(3);
+    FullyShardedDataParallel parallel(loaded, group());
+    FullyShardedOptimizer<torch::optim::AdamW> optimizer(parallel, torch::optim::AdamWOptions(1e-2));
+    TrainingState training(parallel, optimizer);
+    EXPECT_THAT(refusal<CheckpointError>([&] { load(path, training, {.model_only = true}); }),
+                HasSubstr("model.pt is damaged: the storage of tensor "));
+    EXPECT_NO_THROW(load(path, training, {.model_only = true, .verify = false}));
+    group().barrier().wait();
+  }
+}
 
 TEST(TiedWeights, BEY05_are_loaded_from_files_that_have_them_under_both_names) {
   const SharedFolder folder;
