@@ -153,7 +153,7 @@ struct ElasticOptions {
 //
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping that does not communicate, a loss
-//   scale, a moving average of the weights). `update` must not communicate: UsageError. A rank whose `update` throws has left the job, but
+//   scale, a moving average of the weights; not with second owners: behind step()). `update` must not communicate: UsageError. A rank whose `update` throws has left the job, but
 //   for a UsageError: the others finish the step.
 // - Errors are caught within `compute`. If it throws before its backward on some ranks and their loops go on, the step is a
 //   UsageError on all (not for LocalUpdates), unless abandon_step() has ended it for all, of DistributedOptimizer, or of a
@@ -161,7 +161,8 @@ struct ElasticOptions {
 // - Gradients do not accumulate over several calls of step(), because a step is undone as a whole: zero_grad() after each
 //   step() or at the beginning of `compute`. UsageError on all ranks if `compute` adds to a gradient that is not zero.
 // - Other communication of the ranks, such as an evaluation, runs in together(), or the loop catches CommError and calls
-//   recover().
+//   recover(). With second owners, so do writes of parameters between steps that may be made twice, such as a clamp. A decay
+//   may not: leave it to the optimizer.
 // - Handles on the former world's groups end (CommError): take world.group() again. That concerns MeanMetric,
 //   ProgressBar and hooks of one's own, which keep a group.
 //
@@ -199,7 +200,7 @@ struct ElasticOptions {
 // - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors or
 //   give and take, or begins anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
 // A newcomer that does not fit the job (model, optimizer and its options but for numbers, transport, wrapper's options, sampler) gets a
-// UsageError that lists what differs, and so does one of a job that cannot be joined: OSS or DistributedOptimizer over sockets,
+// UsageError that lists what differs, and so does one of a job that cannot be joined: OSS over sockets,
 // optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice
 // it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
 // whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again; one that is

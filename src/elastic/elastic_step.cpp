@@ -11,6 +11,7 @@
 
 #include "comm/group/no_communication.h"
 #include "elastic/elastic_state.h"
+#include "engine/sharded/early_use.h"
 
 namespace shoal {
 
@@ -121,14 +122,20 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
   const NoCommunication scope(
       "in the second function of Elastic::step(), which could not be finished after a death: communicate in the "
       "first one, clipping too, or in together()");
+  const auto leave = [&] {
+    if (scope.broken() || !parts->update_was_refused()) fail();
+    throw;
+  };
   try {
     update();
   } catch (const CommError& error) {  // not of a group: a recovery would not mend it
     fail();
     throw UsageError(fmt::format("Elastic: the second function of step() has failed: {}", error.what()));
+  } catch (const UsageError& error) {
+    const bool is_early_use = std::string(error.what()).find(about_early_use) != std::string::npos;
+    if (!is_early_use) leave();  // it is behind the optimizer's step, and publish_update() tells all ranks
   } catch (...) {
-    if (scope.broken() || !parts->update_was_refused()) fail();
-    throw;
+    leave();
   }
   if (parts->misses_update()) {
     fail();

@@ -506,33 +506,46 @@ TEST_F(ElasticSecondOwner, ELA04_a_training_goes_on_after_elastic) {
   }
 }
 
-// There, behind its own update, a rank has none of the others'.
-TEST_F(ElasticSecondOwner, ELA02_parameters_that_have_not_come_from_all_ranks_are_not_read) {
-  ForkedHosts hosts(
-      {1, 1},
-      [](const World& world) {
-        alarm(30);
-        const auto net = std::make_shared<test::Net>();
-        const auto wrapped = test::wrap_as(fully_sharded[4], net, world.group());
-        const auto elastic = wrapped.elastic(world, quick);
-        const auto x = test::inputs_of({1, 2});
-        const auto step = [&](bool reads) {
-          const auto update = [&] {
-            net->parameters()[0].sum();
-            wrapped.step();
-            if (reads) test::refusal([&] { net->parameters()[0].sum(); });  // step() says it again
+// There, behind its own update, a rank has none of the others'. Whatever one rank does with its error, all get it.
+TEST_F(ElasticSecondOwner,
+       ELA02_parameters_that_have_not_come_from_all_ranks_are_an_error_on_all_where_one_reads_them) {
+  for (const bool caught : {true, false}) {
+    SCOPED_TRACE(caught);
+    ForkedHosts hosts(
+        {1, 1, 1},
+        [caught](const World& world) {
+          alarm(30);
+          const auto net = std::make_shared<test::Net>();
+          const auto wrapped = test::wrap_as(fully_sharded[4], net, world.group());
+          const auto elastic = wrapped.elastic(world, quick);
+          const auto x = test::inputs_of({1, 2, 3});
+          const auto read = [&] { net->parameters()[0].sum(); };
+          const auto step = [&](bool reads) {
+            const auto update = [&] {
+              read();
+              wrapped.step();
+              if (!reads) return;
+              if (!caught) read();
+              test::refusal(read);
+            };
+            elastic->step(
+                2, [&] { backward_of(wrapped, x); }, update);
           };
-          elastic->step(
-              2, [&] { backward_of(wrapped, x); }, update);
-        };
-        step(false);
-        net->parameters()[0].sum();
-        wrapped.optimizer->zero_grad();
-        return test::refusal([&] { step(true); });
-      },
-      over("tcp"));
-  for (const auto& one : hosts.wait(20))
-    EXPECT_THAT(one.text, testing::HasSubstr("has not come from the ranks that have updated it"));
+          step(false);
+          read();
+          wrapped.optimizer->zero_grad();
+          const auto said = test::refusal([&] { step(world.rank() == 1); });
+          wrapped.optimizer->zero_grad();
+          step(false);  // no rank has left the job
+          return fmt::format("{} of {}", said, world.size());
+        },
+        over("tcp"));
+    for (const auto& one : hosts.wait(20)) {
+      EXPECT_THAT(one.text, testing::AllOf(testing::StartsWith("rank 1: parameter "),
+                                           testing::HasSubstr("has not come from the ranks that have updated it"),
+                                           testing::EndsWith(" of 3")));
+    }
+  }
 }
 
 std::string refused(const World& world, const FullyShardedDataParallelOptions& options, bool frozen) {

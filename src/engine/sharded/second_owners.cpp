@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "comm/group/text.h"
 #include "engine/sharded/second_copies.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "memory/views.h"
@@ -121,10 +122,19 @@ void ShardedOptimizerCore::State::complete_second() {
 void ShardedOptimizerCore::State::publish_second() {
   if (!second) return;
   const torch::NoGradGuard no_grad;
-  for (const auto& module : modules) module->publish_now({module->reducer().step(), -1, "updated parameters"});
+  std::string early_use;  // by this rank alone, perhaps
+  try {
+    for (const auto& module : modules) module->publish_now({module->reducer().step(), -1, "updated parameters"});
+  } catch (const UsageError& error) {
+    early_use = error.what();
+  }
   if (modules.front()->has_pages()) return;
   // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they were sent.
-  group.barrier({modules.front()->reducer().step(), -1, "whether all have the updated parameters"}).wait();
+  const Label label{modules.front()->reducer().step(), -1, "whether all have the updated parameters"};
+  if (group.all_reduce(early_use.empty() ? 0.0 : 1.0, ReduceOp::max, label) == 0) return;
+  const auto texts = all_gather_text(group, early_use, label);
+  const auto first = std::find_if(texts.begin(), texts.end(), [](const auto& text) { return !text.empty(); });
+  throw UsageError(fmt::format("rank {}: {}", group.world_rank(static_cast<int>(first - texts.begin())), *first));
 }
 
 void ShardedOptimizerCore::State::seal_gradients() {

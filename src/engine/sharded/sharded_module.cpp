@@ -5,18 +5,11 @@
 
 #include <algorithm>
 
+#include "engine/sharded/early_use.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 
 namespace shoal {
-namespace {
-
-constexpr const char* about_outdated =
-    "has not come from the ranks that have updated it: where ranks share no memory, those of an elastic job send each "
-    "other their shards behind the second function of Elastic::step(). Use parameters there before the optimizer's "
-    "step(), in the first function, or between two steps";
-
-}  // namespace
 
 ShardedModule::ShardedModule(Group shard, std::shared_ptr<Reducer> reducer,
                              std::vector<std::unique_ptr<ParameterGather>> gathers, std::shared_ptr<Timers> waits,
@@ -164,7 +157,7 @@ void ShardedModule::publish_later(const Label& label) {
 
 void ShardedModule::begin_outdated() {
   second_.whole = Second::Whole::outdated;
-  arm_first_touch(about_outdated);
+  arm_first_touch(about_early_use);
 }
 
 // Also where no step has updated them: other ranks may have.
@@ -217,7 +210,7 @@ void ShardedModule::await(size_t bucket) {
   if (second_.whole == Second::Whole::outdated) {
     const auto member = reducer_->buckets()[bucket].members().front();
     second_.read_early =
-        fmt::format("parameter {} or one beside it {}", reducer_->gradients()[member].name, about_outdated);
+        fmt::format("parameter {} or one beside it {}", reducer_->gradients()[member].name, about_early_use);
     throw UsageError(second_.read_early);
   }
   timed(waits_.get(), "params-all-gather", 1, [&] { gathers_[bucket]->wait(awaited_); });
