@@ -15,8 +15,9 @@ from ..distributed import group_of
 from ._torch_options import DDP, without_torch_options
 from ._wrapper import COMM_HOOK_ADVICE, Wrapper
 
-# For errors, which have room for so much.
-_WRITTEN = "parameters loaded or written (alike on every rank), or gradients set by hand"
+_WRITTEN = "parameters loaded or written, or gradients set by hand (do the same on every rank)"
+# For errors of ranks that have nothing to compare, which have room for so much.
+_WRITTEN_HERE = "agreement on parameters loaded or written, or gradients by hand; elsewhere not, or as they were"
 
 # Wrappers that live.
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -148,5 +149,5 @@ def _compare_if_written(model: DistributedDataParallel) -> None:
         return
     if digests != model._common:
         items = [f"{name} with digest {digest:x}" for (name, _), digest in zip(model._watched, digests, strict=True)]
-        _C.agree(model._group, _WRITTEN, items)
+        _C.agree_as(_WRITTEN_HERE, model._group, _WRITTEN, items)
     model._common = digests

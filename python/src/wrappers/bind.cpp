@@ -80,6 +80,9 @@ void bind_wrappers(py::module_& module) {
   module.def("agree", [](const Group& group, const std::string& subject, const std::vector<std::string>& items) {
     unlocked([&] { agree(group, subject, items); });
   });
+  module.def("agree_as",
+             [](const std::string& call, const Group& group, const std::string& subject,
+                const std::vector<std::string>& items) { unlocked([&] { agree_as(call, group, subject, items); }); });
   module.def("is_watched", &is_watchable);
   module.def("digest", [](const at::Tensor& tensor) { return unlocked([&] { return digest_of(tensor); }); });
   module.def("uncompiled", &call_uncompiled);

@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "comm/group/group_state.h"
 #include "shoal/detail/register_state.h"
 #include "shoal/error.h"
 
@@ -191,6 +192,7 @@ at::Tensor PythonOptimizer::step(LossClosure) {
   } catch (const CommError&) {
     throw;
   } catch (const Error&) {
+    if (!state_of(agreement_->group())->progress->failure.text().empty()) throw;
     if (!failure_) failure_ = std::current_exception();
   }
   return {};

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
 
 #include "engine/paging/operator_watch.h"
 #include "engine/wrapper/module_checks.h"
@@ -58,7 +60,20 @@ void agree_on_values(const Group& group, const std::vector<ChangedValue>& values
   for (const auto& value : values) {
     lines.push_back(fmt::format("parameter {} with values of digest {:016x}", value.name, value.digest));
   }
-  agree(group, "values of parameters that were loaded or written (do the same on every rank)", lines);
+  agree_as("agreement on values of parameters that were loaded or written; elsewhere not, or as they were", group,
+           "values of parameters that were loaded or written (do the same on every rank)", lines);
+}
+
+void agree_as(const std::string& call, const Group& group, const std::string& subject,
+              const std::vector<std::string>& items) {
+  auto hash = static_cast<uint64_t>(items.size());
+  for (const auto& item : items) {
+    hash = add(hash, digest_of_bytes(reinterpret_cast<const uint8_t*>(item.data()), item.size()));
+  }
+  std::vector<int64_t> all(static_cast<size_t>(group.size()));
+  auto received = at::from_blob(all.data(), {group.size()}, at::kLong);
+  group.all_gather(received, at::full({1}, static_cast<int64_t>(hash), at::kLong), {-1, -1, call}).wait();
+  if (std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) != all.end()) agree(group, subject, items);
 }
 
 }  // namespace shoal

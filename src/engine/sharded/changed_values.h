@@ -28,5 +28,8 @@ void separate(const std::vector<NamedTensor>& parameters, const std::vector<at::
 
 // DisagreeError that names the first parameter which ranks have not changed alike, with what to do. Collective.
 void agree_on_values(const Group& group, const std::vector<ChangedValue>& values);
+// agree() under another name in the error of ranks that call something else, of at most 95 characters. Collective.
+void agree_as(const std::string& call, const Group& group, const std::string& subject,
+              const std::vector<std::string>& items);
 
 }  // namespace shoal
