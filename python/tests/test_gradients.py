@@ -143,6 +143,53 @@ def test_PY06_hooks_of_an_optimizers_state_are_called():
     each_strategy(saves)
 
 
+def halve_gradients(net):
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+def test_PY05_hooks_of_parameters_after_wrapping_outlast_conversions():
+    net = models.make("gpt")
+    optimizer = models.adamw(net.parameters())
+    expected = train_alone(net, optimizer, steps=1)
+    halve_gradients(net)
+    expected += train_alone(net, optimizer, steps=3, first=1)
+
+    def trains(strategy, wrap):
+        net = models.make("gpt")
+        model, optimizer = wrap(net)
+        losses = []
+        for step in range(4):
+            if step == 1:
+                halve_gradients(net)
+            if step == (2 if strategy == "megatron" else 1):  # which sees no forward
+                net.double()
+                net.float()
+            losses.append(backward(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(losses, expected)
+
+    each_strategy(trains)
+
+
+def test_FSDP05_hooks_of_parameters_after_wrapping_outlast_a_load_into_another_dtype():
+    def trains(rank):
+        net = torch.nn.Linear(4, 1)
+        model = shoal.nn.FullyShardedDataParallel(net, param_dtype=torch.bfloat16)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.25)
+        halve_gradients(net)
+        for _ in range(2):
+            before = model.state_dict()["weight"]
+            model(torch.full((1, 4), 1.0 + 2 * rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(model.state_dict()["weight"], before - 0.25)
+            model.load_state_dict(model.state_dict())
+
+    on_ranks(trains)
+
+
 def test_PY05_an_embedding_with_max_norm_is_refused():
     def wraps(rank):
         net = torch.nn.Sequential(torch.nn.Embedding(8, 3, max_norm=1.0), torch.nn.Linear(3, 2))

@@ -25,7 +25,7 @@ class Teller {
             parameters_, [this](size_t i) { note("after", i); }, [this](size_t i) { note("before", i); }) {}
 
   std::vector<std::string> told() { return std::exchange(told_, {}); }
-  const GradientHooks& hooks() const { return hooks_; }
+  GradientHooks& hooks() { return hooks_; }
 
  private:
   void note(const char* when, size_t i) {
@@ -87,6 +87,52 @@ TEST(GradientHooks, hold_when_a_parameter_is_replaced) {
     torch::save(linear(), file);
     torch::load(module, file);
   });
+}
+
+// As PyTorch does where a program in Python registers its first hook of a tensor.
+void register_as_python_does(const at::Tensor& parameter, const std::function<void()>& hook) {
+  torch::autograd::impl::clear_hooks(parameter);
+  torch::autograd::impl::add_hook(parameter, std::make_unique<BeforeNode>(hook));
+}
+
+TEST(GradientHooks, hold_when_a_hook_of_python_has_removed_them_and_the_parameter_is_replaced) {
+  for (const bool before : {true, false}) {
+    auto module = linear();
+    int calls = 0;
+    const auto count = [&] { ++calls; };
+    if (before) register_as_python_does(module->weight, count);
+    {
+      Teller teller(*module), second(*module);
+      const auto tells_after = [&](const std::function<void()>& restore) {
+        register_as_python_does(module->weight, count);
+        restore();
+        module->to(at::kDouble);
+        module->to(at::kFloat);
+        for (int twice = 0; twice < 2; ++twice) {
+          loss(module).backward();
+          EXPECT_EQ(teller.told(), first);
+          EXPECT_EQ(second.told(), first);
+          module->zero_grad();
+        }
+      };
+      tells_after([&] {
+        teller.hooks().put_back();
+        second.hooks().put_back();
+      });
+      register_as_python_does(module->weight, count);
+      module->to(at::kDouble);
+      teller.hooks().renew();
+      second.hooks().renew();
+      loss(module).backward();
+      EXPECT_EQ(teller.told(), first);
+      EXPECT_EQ(second.told(), first);
+      module->zero_grad();
+    }
+    EXPECT_EQ(calls, 3);
+    loss(module).backward();
+    EXPECT_EQ(calls, 4) << "the program's hook stays";
+    EXPECT_EQ(torch::autograd::impl::hooks(module->weight).size(), 1);
+  }
 }
 
 TEST(GradientHooks, graphs_from_before_and_after_a_replacement_both_tell) {
@@ -151,7 +197,7 @@ TEST(GradientHooks, many_wrappers_leave_nothing_behind) {
 TEST(GraphWalk, finds_replaced_parameters) {
   auto module = linear();
   auto other = linear();
-  const Teller teller(*module), others(*other);
+  Teller teller(*module), others(*other);
   module->to(at::kDouble);
   std::vector<bool> reached(1);
   mark_reachable({loss(module)}, teller.hooks().numbers(), reached);

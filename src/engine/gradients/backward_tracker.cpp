@@ -154,6 +154,7 @@ void BackwardTracker::begin() {
     require_no_failed_backward();
   }
   require_own_forward();
+  if (hooks_) hooks_->put_back();
   listener_.begin_backward();
 }
 

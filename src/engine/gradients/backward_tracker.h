@@ -57,6 +57,10 @@ class BackwardTracker {
   // True while autograd runs a backward on this thread.
   static bool in_backward();
 
+  // Call before a forward that records a graph. See GradientHooks.
+  void renew_hooks() {
+    if (hooks_) hooks_->renew();
+  }
   // Notes a forward that records a graph. See ForwardTurns: a backward that reaches a parameter of several wrappers is of the one
   // that ran its forward last.
   void note_forward();

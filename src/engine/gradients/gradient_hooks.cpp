@@ -47,6 +47,24 @@ void GradientHooks::detach(Entry& entry) {
   entry.accumulator = {};
 }
 
+void GradientHooks::renew() {
+  put_back();
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const auto& entry = entries_[i];
+    if (torch::autograd::impl::try_get_grad_accumulator(entry.parameter) == entry.accumulator) continue;
+    auto current = torch::autograd::impl::grad_accumulator(entry.parameter);
+    if (current) attach(i, std::move(current));  // a frozen parameter has none
+  }
+}
+
+void GradientHooks::put_back() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& entry : entries_) {
+    if (entry.parameter.requires_grad()) entry.tensor_hook->renew();
+  }
+}
+
 // Only backward knows which node accumulates: a graph recorded before a parameter was replaced has the old one.
 void GradientHooks::attach_to_current_node(size_t gradient) {
   auto node = torch::autograd::get_current_node();

@@ -30,6 +30,11 @@ class GradientHooks {
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
+  // Restores hooks that the program has removed, before a forward. Without the tensor's, no backward would find a new node.
+  void renew();
+  // The tensors' hooks alone, also within a backward.
+  void put_back();
+
   // Index of each parameter.
   const std::unordered_map<const c10::TensorImpl*, size_t>& numbers() const { return numbers_; }
 

@@ -31,9 +31,16 @@ class TensorHook {
   ~TensorHook();
   TensorHook(const TensorHook&) = delete;
   TensorHook& operator=(const TensorHook&) = delete;
+  // Puts it back if it was removed: PyTorch removes all hooks of a parameter where a program in Python registers its first.
+  void renew();
 
  private:
+  void put();
+  void remove();
+  bool in_place() const;
+
   at::Tensor parameter_;
+  std::shared_ptr<std::function<void()>> act_;
   unsigned number_ = 0;                                              // of C++'s hooks
   const torch::autograd::FunctionPreHook* beside_python_ = nullptr;  // in place of that
 };

@@ -94,6 +94,7 @@ class Reducer final : private BackwardListener {
 
   // Throws the last step's pending error: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
+  void renew_hooks() { tracker_.renew_hooks(); }
   void note_forward() { tracker_.note_forward(); }
   // After a forward that builds a graph, outside no_sync. See BackwardTracker and DroppedForwards.
   // trains: whether it has entered a step in training mode; a module that is evaluated on some ranks needs no backward.

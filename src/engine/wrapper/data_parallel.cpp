@@ -141,6 +141,7 @@ void DataParallelCore::before_forward() {
     return;
   }
   prepare();
+  state.reducer->renew_hooks();
   if (state.no_sync_depth > 0) return;
   state.reducer->check_last_step();
   auto& reducer = *state.reducer;

@@ -40,6 +40,7 @@ void DecentralizedDataParallelCore::before_forward() {
   state.known.require_no_other();
   state.meet_changes();
   state.require_that_all_go_on(state.mixing.version() + 1);
+  state.tracker.renew_hooks();
   if (state.no_sync_depth == 0) state.clock.mark(StepClock::forward_begins, state.step);
   for (const auto& entry : state.tensors.parameters) {
     const bool known = std::any_of(state.gradients.begin(), state.gradients.end(),
