@@ -171,6 +171,96 @@ def test_PY07_values_of_each_rank_that_rank_0_had_before_are_an_error_on_all():
                 assert ": DisagreeError: " in one and "loaded or written" in one and named, one
 
 
+class WithBank(torch.nn.Module):
+    """Keeps what this rank has seen in a parameter that is not trained."""
+
+    def __init__(self, replaces):
+        super().__init__()
+        self.replaces = replaces
+        self.linear = torch.nn.Linear(3, 2)
+        self.bank = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            if self.replaces:
+                self.bank.data = y[0].clone()
+            else:
+                self.bank.copy_(y[0])
+        return y + self.bank
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("replaces", [True, False])
+def test_PY07_a_frozen_parameter_that_each_rank_writes_is_named_with_the_option_that_leaves_it_alone(strategy, replaces):
+    option = "ignored_parameters" if strategy == "fsdp" else "ignored"
+
+    def wrap(net, **options):
+        params = [one for one in net.parameters() if one.requires_grad]
+        if strategy == "fsdp":
+            model = shoal.nn.FullyShardedDataParallel(net, **options)
+            return model, shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        if strategy == "megatron":
+            return net, shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1, **options)
+        if strategy == "ddp":
+            return shoal.nn.DistributedDataParallel(net, **options), torch.optim.SGD(params, lr=0.1)
+        optimizer = shoal.optim.OSS(params, torch.optim.SGD, lr=0.1)
+        if strategy == "zero1":
+            return shoal.nn.DistributedDataParallel(net, **options), optimizer
+        return shoal.nn.ShardedDataParallel(net, optimizer, **options), optimizer
+
+    def trains(rank, **options):
+        model, optimizer = wrap(WithBank(replaces), **options)
+        for _ in range(3):
+            # Two forwards: DistributedDataParallel takes writes between two steps for the optimizer's.
+            sum(model(torch.randn(2, 3) + rank) for _ in range(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_rank(rank):
+        torch.manual_seed(rank)
+        trains(rank, **{option: ["bank"]})
+        try:
+            trains(rank)
+        except shoal.DisagreeError as error:
+            return str(error)
+
+    for error in on_ranks(on_rank):
+        if error is None:
+            assert strategy in {"zero2", "megatron"} and not replaces
+        else:
+            assert "bank (frozen: if each rank writes its own values, name it in ignored" in error, error
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = torch.nn.Linear(4, 2, bias=False)
+
+    def forward(self, x):
+        self.linear.weight.data = self.linear.weight.data.sign() * 0.5
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_PY07_a_forward_that_replaces_memory_may_run_in_more_micro_batches_on_some_ranks(strategy):
+    def trains(rank):
+        net = Normalised()
+        model, optimizer = STRATEGIES[strategy](net, None, None)
+        for step in range(4):
+            micros = 1 + (step + rank) % 3
+            for micro in range(micros):
+                with model.no_sync(micro + 1 < micros):
+                    (model(torch.ones(1, 4) + micro).square().mean() / micros).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.tolist() for one in model.state_dict().values()]
+
+    first, second = on_ranks(trains)
+    assert first == second
+
+
 def test_PY06_rates_are_tensors_or_numbers_of_numpy():
     def trains(strategy, wrap):
         for rate in (torch.tensor(3e-3, dtype=torch.float64), numpy.float64(3e-3), numpy.float32(3e-3), numpy.array(3e-3)):

@@ -116,6 +116,10 @@ class DistributedDataParallel(Wrapper):
         return [_C.digest(parameter.detach()) for _, parameter in self._watched]
 
 
+def _advice(parameter: torch.Tensor) -> str:
+    return "" if parameter.requires_grad else " (frozen: if each rank writes its own values, name it in ignored)"
+
+
 def _note_writes(model: DistributedDataParallel) -> None:
     """Takes the digests for a comparison if parameters were loaded, or written and nothing explains it: a step, or gradients of
     this rank within no_sync()."""
@@ -148,6 +152,7 @@ def _compare_if_written(model: DistributedDataParallel) -> None:
     if digests is None:
         return
     if digests != model._common:
-        items = [f"{name} with digest {digest:x}" for (name, _), digest in zip(model._watched, digests, strict=True)]
+        named = zip(model._watched, digests, strict=True)
+        items = [f"{name}{_advice(one)} with digest {digest:x}" for (name, one), digest in named]
         _C.agree_as(_WRITTEN_HERE, model._group, _WRITTEN, items)
     model._common = digests

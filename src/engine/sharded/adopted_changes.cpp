@@ -111,12 +111,13 @@ std::optional<ShardedModule::Changes> ShardedModule::agreed_changes() {
   }
   for (const auto& frozen : frozen_) {
     for (const auto piece : changes.frozen.emplace_back(frozen.gather->changed())) {
-      values.push_back({frozen.names[piece], frozen.gather->digest(piece)});
+      values.push_back({frozen.names[piece], frozen.gather->digest(piece), /*frozen=*/true});
     }
   }
   for (size_t i = 0; i < replicated_.names.size(); ++i) {
     if (!replicated_.watch.changed(i)) continue;
-    values.push_back({replicated_.names[i], digest_of(replicated_.watch.parameters()[i])});
+    const auto& parameter = replicated_.watch.parameters()[i];
+    values.push_back({replicated_.names[i], digest_of(parameter), /*frozen=*/!parameter.requires_grad()});
   }
   agree_on_values(reducer_->group(), values);
   return changes;

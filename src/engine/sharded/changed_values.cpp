@@ -58,7 +58,10 @@ void separate(const std::vector<NamedTensor>& parameters, const std::vector<at::
 void agree_on_values(const Group& group, const std::vector<ChangedValue>& values) {
   std::vector<std::string> lines;
   for (const auto& value : values) {
-    lines.push_back(fmt::format("parameter {} with values of digest {:016x}", value.name, value.digest));
+    const auto* advice =
+        value.frozen ? " (frozen: if each rank writes its own values, name it in ignored, or FSDP's ignored_parameters)"
+                     : "";
+    lines.push_back(fmt::format("parameter {}{} with values of digest {:016x}", value.name, advice, value.digest));
   }
   agree_as("agreement on values of parameters that were loaded or written; elsewhere not, or as they were", group,
            "values of parameters that were loaded or written (do the same on every rank)", lines);

@@ -15,6 +15,7 @@ namespace shoal {
 struct ChangedValue {
   std::string name;  // of the parameter
   uint64_t digest;   // of its values
+  bool frozen = false;
 };
 
 // A number that stands for a tensor's dtype and the bits of its elements in row-major order. Reads the tensor once.

@@ -27,7 +27,8 @@ std::vector<ChangedValue> DataParallelCore::State::changed_values() const {
   for (size_t i = 0; i < watch.parameters().size(); ++i) {
     const auto& entry = tensors.parameters[i];
     // Memory that belongs to the strategy (watchable tensors) holds values that the strategy wrote.
-    if (watch.changed(i) && !is_watchable(entry.tensor)) values.push_back({entry.name, digest_of(entry.tensor)});
+    if (!watch.changed(i) || is_watchable(entry.tensor)) continue;
+    values.push_back({entry.name, digest_of(entry.tensor), /*frozen=*/!entry.tensor.requires_grad()});
   }
   return values;
 }
@@ -83,8 +84,14 @@ void DataParallelCore::adopt_changes(bool training) {
   auto& state = *state_;
   const bool reduced = state.left_over && *state.left_over < state.reducer->step();
   if (training && state.remake_reducer) state.no_sync_depth > 0 ? state.note_apart() : state.require_none_apart();
-  if (!training || state.no_sync_depth > 0) return;
-  const auto noted = std::exchange(state.under_no_sync.changed, std::nullopt);
+  if (!training) return;
+  auto& under_no_sync = state.under_no_sync;
+  if (state.no_sync_depth > 0) {
+    if (!under_no_sync.backward) under_no_sync.changed = state.changed_values();
+    return;
+  }
+  auto noted = std::exchange(under_no_sync.changed, std::nullopt);
+  if (!std::exchange(under_no_sync.backward, false)) noted.reset();
   if (!reduced && !state.watch.changed()) return;
   // All parameters may be frozen for a while, such as a GAN's critic in the generator's step. There is nothing to
   // reduce then, and the reducer keeps its state.

@@ -83,7 +83,10 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer->count_from(steps);
   reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
   reducer->callbacks.before_backward = [this] {
-    if (no_sync_depth > 0 && !under_no_sync.changed) under_no_sync.changed = changed_values();
+    if (no_sync_depth > 0) {
+      if (!under_no_sync.changed) under_no_sync.changed = changed_values();  // the program has called its module itself
+      under_no_sync.backward = true;
+    }
     if (before_backward) before_backward();
   };
   reducer->callbacks.share = [this] { return share; };

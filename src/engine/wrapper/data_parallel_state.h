@@ -30,7 +30,8 @@ struct DataParallelCore::State {
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
   struct UnderNoSync {
     std::set<size_t> apart{};  // parameters that the reducer does not have, and that were trainable in a forward
-    std::optional<std::vector<ChangedValue>> changed{};  // before a backward, see changed_values()
+    std::optional<std::vector<ChangedValue>> changed{};  // see changed_values()
+    bool backward = false;                               // one has run since the last step
   } under_no_sync{};
   std::shared_ptr<GradientConsumer> consumer{};  // of the present reducer
   std::function<void()> before_backward{};       // see ReducerCallbacks; empty: nothing
@@ -39,8 +40,9 @@ struct DataParallelCore::State {
   int no_sync_depth = 0;
   bool entered = false;  // the running or last forward has entered a step that other ranks wait for
 
-  // Parameters whose memory was replaced since the last check. After a backward under no_sync the program may change them by
-  // gradients of this rank, as sharpness-aware training does, so those that ranks compare are noted before it.
+  // Parameters whose memory was replaced since the last check. Where a step begins with a backward under no_sync, ranks compare
+  // those from before its forward: other ranks may have no such micro-batch. Its forward may replace memory, and after the
+  // backward the program may change values by gradients of this rank, as sharpness-aware training does.
   std::vector<ChangedValue> changed_values() const;
   // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;
