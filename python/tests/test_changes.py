@@ -18,7 +18,7 @@ import shoal
 from loops import assert_close, backward, each_strategy, train_alone
 from ranks import on_ranks
 from test_local_training import decentralized, local_updates, shard_gossip
-from test_wrappers import STRATEGIES, group_over, losses_of
+from test_wrappers import STRATEGIES, group_over, losses_of, mean_loss
 
 
 def test_PY05_changes_of_the_module_and_copies_are_refused():
@@ -301,6 +301,50 @@ def test_PY05_frozen_parameters_and_other_dtypes():
         assert after.dtype == torch.float64 and torch.equal(after, net.body[1].running_mean)
 
     each_strategy(trains)
+
+
+# Small buckets stay where they were made; of large ones only the owner's does, and the others are made anew in each step.
+@pytest.mark.parametrize(("channels", "transport"), [(4, "host"), (4, "tcp"), (96, "host")])
+def test_PY05_parameters_may_get_other_strides_after_wrapping(channels, transport):
+    def make():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(3, 16 * channels, 2), torch.nn.Tanh(), torch.nn.Conv2d(16 * channels, channels, 2), torch.nn.Flatten()
+        )
+
+    def batch(step, rank):
+        return torch.randn(1, 3, 4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    def alone():
+        net = make()
+        optimizer = models.adamw(net.parameters())
+        losses = []
+        for step in range(3):
+            each = [net(batch(step, rank)).square().mean() for rank in range(2)]
+            losses.append(sum(one.item() for one in each) / 2)
+            (sum(each) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    expected = alone()
+
+    def trains(strategy, wrap):
+        for when in range(3):
+            model, optimizer = wrap(make())
+            losses = []
+            for step in range(3):
+                if step == when:
+                    model.to(memory_format=torch.channels_last)
+                loss = model(batch(step, dist.get_rank())).square().mean()
+                losses.append(mean_loss(loss))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+            assert worst < 1e-5, (when, losses, expected)
+
+    each_strategy(trains, transport)
 
 
 @dataclasses.dataclass(frozen=True)

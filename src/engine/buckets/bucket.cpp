@@ -38,7 +38,10 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
       options_(gradients[members_.front()].parameter.options().dtype(gradients[members_.front()].dtype())),
       layout_(lay_out(gradients, members_, plan)) {
   if (sparse_) return;
-  for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
+  for (const auto member : members_) {
+    const auto& parameter = gradients[member].parameter;
+    likes_.push_back(at::empty_strided(parameter.sizes(), dense_strides(parameter), options().device(at::kMeta)));
+  }
   kept_range_ = plan.kept(*this, plan.place(group.rank()));
   transient_ = plan.own_memory || plan.consumed || (kept_range_.empty() && !plan.everywhere());
   if (plan.own_memory) {
@@ -61,7 +64,7 @@ void Bucket::lay_out_in(at::Tensor memory) {
   flat_ = memory_.narrow(0, 0, numel());
   views_.clear();
   for (size_t place = 0; place < members_.size(); ++place) {
-    views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));
+    views_.push_back(view_like(flat_, layout_.range(place).begin, likes_[place]));
   }
   if (with_trailer_) trailer_ = StepTrailer(members_, flat_.narrow(0, payload_numel(), numel() - payload_numel()));
   own_uses_ = memory_.storage().use_count();

@@ -61,6 +61,9 @@ class Bucket {
   const at::Tensor& flat() const { return flat_; }
   at::Tensor payload(const Range& range) const { return flat_.narrow(0, range.begin, range.size()); }
   const at::Tensor& view(size_t place) const { return views_[place]; }  // the gradient of members()[place]
+  // A tensor without memory of that gradient's sizes and strides. They stay where a parameter gets others (channels-last):
+  // ranks add up what they have laid out in different steps, and the one that keeps the sum did so first.
+  const at::Tensor& like(size_t place) const { return likes_[place]; }
   StepTrailer& trailer() { return trailer_; }
   const StepTrailer& trailer() const { return trailer_; }
 
@@ -73,7 +76,7 @@ class Bucket {
   bool with_trailer_;
   int64_t least_numel_ = 0;
   std::string names_;
-  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> likes_;
   at::TensorOptions options_;
   FlatLayout layout_;
   Range kept_range_;

@@ -63,7 +63,7 @@ class HookedReduction : public GradientReduction {
       const auto place = slice.in_flat.normalize(slice.in_flat.begin - range.begin);
       const bool whole = slice.in_piece.size() == about.parameter.numel();
       seen.pieces.push_back({.name = prefix_ + about.name,
-                             .gradient = whole ? view_like(seen.gradients, place.begin, about.parameter)
+                             .gradient = whole ? view_like(seen.gradients, place.begin, bucket.like(slice.piece))
                                                : seen.gradients.narrow(0, place.begin, place.size()),
                              .in_bucket = place,
                              .in_parameter = slice.in_piece});

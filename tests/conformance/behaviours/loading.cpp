@@ -215,6 +215,10 @@ Behaviours loading() {
        [](Bench& bench) {
          in_the_middle(bench, [](Model& model) { model->second->weight.set_data(rows(3, {7, 7}).t()); });
        }},
+      {"set_data_with_other_strides_before_the_first_step",
+       [](Bench& bench) {
+         before_the_first_step(bench, [](Model& model) { model->second->weight.set_data(rows(3, {7, 7}).t()); });
+       }},
       {"data_method_assigned_in_place",
        [](Bench& bench) {
          in_the_middle(bench, [](Model& model) { model->third->weight.data().copy_(rows(4, {3, 7})); });

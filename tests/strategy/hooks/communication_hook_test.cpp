@@ -200,6 +200,33 @@ TEST_P(Hooks, FSDP14_a_users_hook_sees_every_gradient_once_and_keeps_state) {
   EXPECT_TRUE(std::is_sorted(hook->buckets.begin(), hook->buckets.begin() + hook->buckets.size() / steps));
 }
 
+// Hook that keeps copies of what it sees of each parameter.
+class Keeper : public SumHook {
+ public:
+  PendingExchange begin(const GradientBucket& bucket) override {
+    for (const auto& piece : bucket.pieces) seen[piece.name] = piece.gradient.clone();
+    return SumHook::begin(bucket);
+  }
+  std::map<std::string, at::Tensor> seen;
+};
+
+TEST_P(Hooks, FSDP14_a_hook_sees_the_gradients_of_parameters_that_got_other_strides) {
+  if (sharing() > 1) return;  // it sees sums of two ranks
+  const auto hook = std::make_shared<Keeper>();
+  auto training = make(GetParam(), hook);
+  for (const auto& parameter : training.model->parameters()) {
+    if (parameter.dim() == 2) parameter.set_data(parameter.detach().t().contiguous().t());
+  }
+  mean_loss(training.forward(batch(group().rank(), 0))).backward();
+  const auto expected = shares()[group().rank()];
+  const auto named = training.model->named_parameters();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const auto& seen = hook->seen[named[i].key()];
+    if (!seen.defined() || seen.sizes() != expected[i].sizes()) continue;  // a part of it
+    EXPECT_LT((seen - expected[i]).abs().max().item<double>(), 1e-12) << named[i].key();
+  }
+}
+
 struct ScalesImpl : torch::nn::Module {
   ScalesImpl() { weight = register_parameter("weight", at::ones({40}, at::kDouble)); }
   at::Tensor forward(const at::Tensor& x) { return (weight * x).sum(); }
