@@ -152,6 +152,19 @@ def test_PY05_pytorchs_own_averager_and_hook_run_on_the_backend():
     on_ranks(trains, 4)
 
 
+def test_PY05_post_local_sgd_is_refused_where_one_rank_updates_for_all():
+    def trains(rank):
+        alone = [dist.new_group([one]) for one in range(2)][rank]
+        net = torch.nn.Linear(3, 1)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        model = shoal.nn.DistributedDataParallel(net, communication_hook=shoal.hooks.post_local_sgd_hook(alone, 0))
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(shoal.UsageError, match="a post_local_sgd_hook, by which groups of ranks train their own"):
+            optimizer.step()
+
+    on_ranks(trains)
+
+
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_PY01_callbacks_of_futures_wait_for_other_futures(transport):
     def run(rank):

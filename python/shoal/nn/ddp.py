@@ -35,6 +35,11 @@ def note_equal_values(parameters: Iterable[torch.Tensor]) -> None:
         model._equal = True
 
 
+def trains_apart(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether groups of ranks have gradients, and between averages parameters, of their own."""
+    return any(model._apart for model in _wrappers_of(parameters))
+
+
 def compare_in_forward(parameters: Iterable[torch.Tensor]) -> None:
     """The next forward compares these parameters on all ranks, whether this one counts them as written or not."""
     for model in _wrappers_of(parameters):
@@ -82,6 +87,8 @@ class DistributedDataParallel(Wrapper):
         super().__init__(module, mirror, _C.DistributedDataParallelCore(mirror, group, options), ignored)
         self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]
         self._loads = Loads(module, (parameter for _, parameter in self._watched))
+        hook = options.get("communication_hook")
+        self._apart = isinstance(hook, _C.CommunicationHook) and hook.name.startswith("post-local SGD")
         self._equal = False  # an optimizer of shoal has written values since
         self._first = True  # no forward has trained yet
         self._regrouped(group)
