@@ -33,7 +33,7 @@ std::optional<size_t> BucketSchedule::take_back(bool all) {
   if (back_ == next_) return std::nullopt;
   auto& sum = sums_[back_];
   if (!all && !sum.work.done() && (in_flight_ <= limits_.in_flight || !comes_in_time(sum.work))) return std::nullopt;
-  sum.complete();  // also releases what the work holds
+  sum.work.wait();  // also releases what the work holds
   if (transient(back_)) --in_flight_;
   return back_++;
 }

@@ -34,7 +34,7 @@ class BucketSchedule {
   void set_sum(size_t index, PendingExchange sum) { sums_[index] = std::move(sum); }
 
   // The oldest bucket that was issued and has been reduced since; each is returned once. Waits while more buckets are
-  // in flight than the limit, which bounds memory. all: waits for every bucket.
+  // in flight than the limit, which bounds memory. all: waits for every bucket. The caller completes its sum.
   std::optional<size_t> take_back(bool all);
   // Waits for the oldest bucket in flight, `limit` at most; none if ranks may use different gradients.
   void await_oldest(std::chrono::microseconds limit);

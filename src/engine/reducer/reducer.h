@@ -132,6 +132,8 @@ class Reducer final : private BackwardListener {
   bool has_only_micro_batches() const { return entry_.begun && !awaits_backward(); }
   // Marks the step as impossible to finish here. No effect unless a forward has entered a step.
   void mark_failed() { entry_.failed = entry_.expected || running(); }
+  // Whether this is what a communication hook threw here at the end of a step, which has ended on all ranks.
+  bool has_ended_with(const std::exception_ptr& error) const { return error && error == last_.hook_error; }
   // Whether a step was begun here and neither finished nor abandoned.
   bool broken() const { return entry_.failed || running(); }
   // Reduces the gradients of local backwards, without a backward. Collective.
@@ -269,6 +271,8 @@ class Reducer final : private BackwardListener {
   void finish_step();
   double wait_for_buckets();
   std::vector<PendingExchange> advance(std::vector<PendingExchange>& sums);
+  void complete(PendingExchange& sum);
+  void note_hook_error();
   std::string who_failed();
   std::string ranks_that(bool here, const char* what) const;
   [[noreturn]] void refuse_step_of_two();

@@ -116,8 +116,9 @@ void Reducer::deliver_sparse(size_t index) {
 void Reducer::release_finished(bool all) {
   if (reduction_->plan().everywhere() && !step_->early) return;
   while (const auto index = step_->schedule.take_back(all)) {
-    if (step_->early) take_early(*index);
     auto& sum = step_->schedule.sums()[*index];
+    complete(sum);
+    if (step_->early) take_early(*index);
     if (callbacks.after_sum && sum.next_stage) sum = std::exchange(sum.next_stage, {})();
     if (!buckets_[*index].transient() || buckets_.all_frozen(*index)) continue;
     buckets_.release(*index);

@@ -44,7 +44,8 @@ void Reducer::finish_step() {
         "step {} was abandoned on all ranks, because {} failed in it; its gradients are invalid: call zero_grad() and "
         "continue with the next step",
         steps_, who_failed());
-    const auto own = std::exchange(step_->hook_error, nullptr);
+    const auto own = step_->hook_error;
+    if (own) last_.hook_error = own;
     close_abandoned_step();
     callbacks.after_abandoned();
     if (own) std::rethrow_exception(own);
@@ -92,9 +93,10 @@ double Reducer::wait_for_buckets() {
     if (exact) weight = sum;
   };
   timed(options_.timers.get(), "grads-reduce-scatter", 1, [this] {
-    // A second stage may still fail; then the trailer must be issued after it, to say so.
-    const bool early = std::none_of(step_->schedule.sums().begin(), step_->schedule.sums().end(),
-                                    [](const auto& sum) { return bool(sum.next_stage); });
+    // A hook or a second stage may still fail; then the trailer must be issued after it, to say so.
+    const auto& sums = step_->schedule.sums();
+    const bool early = reduction_->hook() == nullptr &&
+                       std::none_of(sums.begin(), sums.end(), [](const auto& sum) { return bool(sum.next_stage); });
     if (early) issue_trailer();
     if (callbacks.after_sum) release_finished(/*all=*/true);  // what follows a sum waits for no other
     for (auto round = advance(step_->schedule.sums()); !round.empty();) round = advance(round);
@@ -122,17 +124,8 @@ double Reducer::wait_for_buckets() {
 // called once more, because its peers have called its collectives.
 std::vector<PendingExchange> Reducer::advance(std::vector<PendingExchange>& sums) {
   std::vector<PendingExchange> next;
-  const auto fail = [this] {
-    if (!step_->hook_error) step_->hook_error = std::current_exception();
-    entry_.failed = true;
-  };
   for (auto& sum : sums) {
-    sum.work.wait();
-    try {
-      sum.complete();
-    } catch (...) {
-      fail();
-    }
+    complete(sum);
     const auto next_stage = std::exchange(sum.next_stage, {});
     if (!next_stage) continue;
     try {
@@ -140,11 +133,27 @@ std::vector<PendingExchange> Reducer::advance(std::vector<PendingExchange>& sums
     } catch (const CommError&) {
       throw;
     } catch (...) {
-      fail();
+      note_hook_error();
       next.push_back(next_stage());
     }
   }
   return next;
+}
+
+// Ranks complete different sums, and at different times: a hook that throws there ends the step at its end.
+void Reducer::complete(PendingExchange& sum) {
+  sum.work.wait();
+  try {
+    sum.complete();
+  } catch (...) {
+    note_hook_error();
+  }
+}
+
+// In a catch block.
+void Reducer::note_hook_error() {
+  if (!step_->hook_error) step_->hook_error = std::current_exception();
+  entry_.failed = true;
 }
 
 // Names the ranks that gave up. Collective over all ranks of an abandoned step.

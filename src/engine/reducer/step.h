@@ -27,6 +27,7 @@ struct LastStep {
   std::vector<bool> used_anywhere;        // by gradient
   std::vector<std::string> unused_names;  // parameters of a pending error
   std::string apart;                      // why ranks are in different steps, for good; empty: they are not
+  std::exception_ptr hook_error;          // of the last step that a communication hook ended from here
   bool same_on_all = true;                // all ranks used the same gradients, as far as is known
 };
 

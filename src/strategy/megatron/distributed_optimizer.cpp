@@ -45,10 +45,12 @@ std::vector<ChunkParameter> find_all(const std::vector<std::shared_ptr<ShardedMo
   return found;
 }
 
-// Whether the caller is in a catch block of StepAbandoned.
-bool handles_abandoned_step() {
+// Whether the caller is in a catch block of StepAbandoned, or of an error that has ended the step on all ranks.
+bool handles_abandoned_step(const ShardedChunks& chunks) {
   const auto handled = std::current_exception();
   if (!handled) return false;
+  const auto ended = [&](const auto& chunk) { return chunk->reducer().has_ended_with(handled); };
+  if (std::any_of(chunks.begin(), chunks.end(), ended)) return true;
   try {
     std::rethrow_exception(handled);
   } catch (const StepAbandoned&) {
@@ -192,7 +194,7 @@ void DistributedOptimizerCore::end_gradients() {
 }
 
 void DistributedOptimizerCore::abandon_step() {
-  if (std::exchange(reduction_->told_abandoned, false) && handles_abandoned_step()) return;
+  if (std::exchange(reduction_->told_abandoned, false) && handles_abandoned_step(state().modules)) return;
   if (reduction_->options.overlap_grad_reduce) {
     abandon_round(state().modules);
     return;

@@ -49,6 +49,19 @@ class FaultyOfOne : public Faulty {
   bool serves(SumFor) const override { return true; }
 };
 
+// Fails when the sum has come, on a rank that has to make something of it.
+class FaultyAtTheEnd : public Faulty {
+ public:
+  PendingExchange begin(const GradientBucket& bucket) override {
+    auto pending = SumHook::begin(bucket);
+    if (bucket.label.bucket == 1 && std::exchange(fail, false)) {
+      pending.finish = [] { throw std::runtime_error("injected"); };
+    }
+    return pending;
+  }
+  bool serves(SumFor) const override { return true; }
+};
+
 Training<test::MlpImpl> make(const std::string& strategy, std::shared_ptr<CommunicationHook> hook) {
   return Training<test::MlpImpl>::make<torch::optim::SGD>(strategy, test::seeded(3).ptr(), group(), sgd,
                                                           {.bucket_mb = 1e-3, .hook = std::move(hook)});
@@ -101,6 +114,7 @@ TEST(HookFaults, BEY10_a_hook_that_throws_ends_the_step_on_all_ranks) {
   for (const int faulty : {0, group().size() - 1}) {
     for (const auto* strategy : {"ddp", "zero2", "megatron", "fsdp", "fsdp_no_shard"}) {
       break_and_train_on<FaultyOfOne>(strategy, faulty);
+      break_and_train_on<FaultyAtTheEnd>(strategy, faulty);
     }
     for (const auto* strategy : {"ddp", "zero1"}) break_and_train_on<Faulty>(strategy, faulty);
   }
