@@ -90,7 +90,7 @@ bool BucketSet::any_trainable() const {
 void BucketSet::mark_last() {
   bool found = false;
   for (size_t i = buckets_.size(); i-- > 0;) {
-    const bool leaves = !buckets_[i].sparse() && !all_frozen(i);
+    const bool leaves = !buckets_[i].sparse() && !all_frozen(i) && buckets_[i].payload_numel() > 0;
     buckets_[i].set_last(leaves && !found);
     found = found || leaves;
   }

@@ -27,7 +27,8 @@ class Int8Format {
   // Returns [r, columns()] in float32.
   at::Tensor decode(const at::Tensor& bytes) const {
     const auto integers = bytes.narrow(1, 0, columns_).contiguous().view(at::kChar);
-    const auto scales = bytes.narrow(1, columns_, row_bytes() - columns_).contiguous().view(at::kFloat);
+    const auto scales =
+        bytes.narrow(1, columns_, row_bytes() - columns_).clone(at::MemoryFormat::Contiguous).view(at::kFloat);
     const auto blocks = integers.to(at::kFloat).view({bytes.size(0), -1, block_});
     return (blocks * scales.unsqueeze(-1)).view({bytes.size(0), columns_});
   }

@@ -89,7 +89,11 @@ class LowRankSum : public std::enable_shared_from_this<LowRankSum<Memory>> {
       matrix.p = first_.add(matrix.name + ".p", {matrix.values.size(0), matrix.rank});
       at::mm_out(matrix.p, matrix.values, matrix.q);
     }
-    return chain(carrier_->begin(*first_.bucket), [self = this->shared_from_this()] { return self->send_second(); });
+    return chain(carrier_->begin(*first_.bucket), [self = this->shared_from_this()] {
+      if (!self->matrices_.empty()) return self->send_second();
+      self->deliver();
+      return PendingExchange();
+    });
   }
 
  private:
@@ -106,7 +110,7 @@ class LowRankSum : public std::enable_shared_from_this<LowRankSum<Memory>> {
   void divide() {
     for (size_t number = 0; number < bucket_.pieces.size(); ++number) {
       const auto& piece = bucket_.pieces[number];
-      const auto rows = piece.gradient.dim() > 1 ? piece.gradient.size(0) : 1;
+      const auto rows = piece.gradient.dim() > 1 ? std::max<int64_t>(piece.gradient.size(0), 1) : 1;
       const auto columns = piece.gradient.numel() / rows;
       const auto rank = std::min({rows, columns, options_.rank});
       const auto sent = static_cast<double>((rows + columns) * rank);

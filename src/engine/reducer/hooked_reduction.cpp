@@ -21,6 +21,7 @@ class HookedReduction : public GradientReduction {
         prefix_(std::move(prefix)) {}
 
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
+    if (bucket.payload_numel() == 0) return {};
     if (!plan().hook_point.of_kept) return hook()->begin(seen(bucket, label));
     auto within = inner_->reduce(bucket, label);
     if (!bucket.kept_range().empty())

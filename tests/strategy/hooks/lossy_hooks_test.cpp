@@ -6,6 +6,7 @@
 #include <torch/utils.h>
 
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "shoal/error.h"
@@ -93,10 +94,77 @@ TEST_P(LossyHooks, DDP11_all_elements_are_the_plain_sum) {
 }
 
 struct SlopeImpl : torch::nn::Module {
-  explicit SlopeImpl(int64_t numel = 1000) { weight = register_parameter("weight", at::zeros({numel}, at::kDouble)); }
+  explicit SlopeImpl(int64_t numel = 1000, at::ScalarType dtype = at::kDouble) {
+    weight = register_parameter("weight", at::zeros({numel}, dtype));
+  }
   at::Tensor forward(const at::Tensor& x) { return (weight * x).sum(); }
   at::Tensor weight;
 };
+
+// Values of 2 bytes before positions of 4.
+TEST_P(LossyHooks, DDP11_odd_numbers_of_16_bit_elements_are_summed) {
+  constexpr int64_t numel = 15;
+  std::vector<at::Tensor> results;
+  for (const bool plain : {true, false}) {
+    auto training = Training<SlopeImpl>::make<torch::optim::SGD>(
+        GetParam(), std::make_shared<SlopeImpl>(numel, at::kBFloat16), group(), torch::optim::SGDOptions(1.0),
+        {.hook = plain ? nullptr : std::make_shared<TopKHook>(TopKOptions{.fraction = 1})});
+    for (int step = 0; step < 2; ++step) {
+      training.zero_grad();
+      training.forward(at::full({numel}, 1 << group().rank(), at::kBFloat16)).backward();
+      training.step();
+    }
+    results.push_back(copies(*training.model)[0].to(at::kFloat));
+  }
+  EXPECT_TRUE(at::allclose(results[0], results[1], 0.02)) << results[0] << results[1];
+}
+
+// Of which each bucket is one parameter, the first and the last without elements.
+struct EndsImpl : torch::nn::Module {
+  EndsImpl() {
+    register_parameter("none", at::zeros({0, 7}, at::kDouble));
+    register_parameter("weight", at::ones({4, 3}, at::kDouble));
+    register_parameter("nothing", at::zeros({7, 0}, at::kDouble));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor sum;
+    for (const auto& parameter : parameters()) sum = sum.defined() ? sum + parameter.sum() : parameter.sum();
+    return x.sum() * sum;
+  }
+};
+
+class CountsLast : public SumHook {
+ public:
+  PendingExchange begin(const GradientBucket& bucket) override {
+    EXPECT_GT(bucket.gradients.numel(), 0);
+    last += bucket.last ? 1 : 0;
+    return SumHook::begin(bucket);
+  }
+  int last = 0;
+};
+
+TEST_P(LossyHooks, DDP11_buckets_without_elements_pass_no_hook) {
+  const auto counts = std::make_shared<CountsLast>();
+  std::vector<Hook> hooks{counts, std::make_shared<TopKHook>(TopKOptions{.fraction = 1}),
+                          std::make_shared<QuantizeHook>(QuantizeOptions{.block = 3})};
+  if (GetParam() == "ddp" || GetParam() == "fsdp_no_shard") {
+    const PowerSgdOptions options{.rank = 3, .start_iteration = 0};
+    hooks.push_back(std::make_shared<PowerSgdHook>(options, std::make_shared<QuantizeHook>()));
+  }
+  for (const auto& hook : hooks) {
+    auto training = Training<EndsImpl>::make<torch::optim::SGD>(GetParam(), std::make_shared<EndsImpl>(), group(), sgd,
+                                                                {.bucket_mb = 1e-6, .hook = hook});
+    for (int step = 0; step < 2; ++step) {
+      training.zero_grad();
+      training.forward(at::ones({1}, at::kDouble)).backward();
+      training.step();
+    }
+    for (const auto& value : copies(*training.model)) {
+      EXPECT_TRUE(at::allclose(value, at::full_like(value, 0.8), 0, 1e-2)) << hook->name() << value;
+    }
+  }
+  EXPECT_EQ(counts->last, 2) << "one in each step";
+}
 
 at::Tensor slope(int rank) {
   return batch(rank, 7, 0, 1, 1000).view({-1});
@@ -129,6 +197,7 @@ TEST_P(LossyHooks, DDP11_8_bits_round_to_a_block_and_error_feedback_makes_up_for
   const auto once = farthest({.block = 64}, 1);
   EXPECT_LT(once, 1.01 * (rounding + again));
   EXPECT_GT(once, 0.01 * rounding) << "nothing was rounded";
+  EXPECT_LT(farthest({.block = std::numeric_limits<int64_t>::max()}, 1), 1.01 * (rounding + again)) << "one scale";
   constexpr int steps = 20;
   EXPECT_GT(farthest({.block = 64, .error_feedback = false}, steps), 0.9 * steps * once) << "the same error each time";
   const bool twice = GetParam() == "ddp" || GetParam() == "zero1" || GetParam() == "fsdp_no_shard" || in_groups() ||
