@@ -260,7 +260,8 @@ void EarlierSums::leave(size_t gradient, Remains remains, const std::string& why
   if (remains == Remains::nothing) return;
   where_[gradient] = Where::part;
   zero_[gradient] = remains == Remains::zeros;
-  spoilt_[gradient] = remains == Remains::zeros ? Spoilt::no : Spoilt::for_use;
+  const bool usable = remains == Remains::zeros || gradients_[gradient].parameter.numel() == 0;
+  spoilt_[gradient] = usable ? Spoilt::no : Spoilt::for_use;
   why_spoilt_ = why;
   stand_ins_.put(gradient);
 }
@@ -330,6 +331,7 @@ void EarlierSums::adopt(size_t gradient) {
 void EarlierSums::spoil(std::string why, bool add_only) {
   why_spoilt_ = std::move(why);
   for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (gradients_[i].parameter.numel() == 0) continue;  // nobody sees whether it was zeroed since
     if (where_[i] == Where::part && !zero_[i]) spoilt_[i] = add_only ? Spoilt::for_adding : Spoilt::for_use;
   }
 }

@@ -63,6 +63,40 @@ TEST_P(FsdpScaler, clip_grad_norm_sees_gradients_without_the_scale) {
   }
 }
 
+// Whose zeroing nobody can see.
+struct WithEmptyImpl : torch::nn::Module {
+  WithEmptyImpl() {
+    layer = register_module("layer", torch::nn::Linear(12, 5));
+    empty = register_parameter("empty", at::zeros({0, 7}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return layer(x).pow(2).mean() + empty.sum(); }
+  torch::nn::Linear layer{nullptr};
+  at::Tensor empty;
+};
+
+TEST_P(FsdpScaler, zeroed_gradients_without_elements_go_on) {
+  auto model = std::make_shared<WithEmptyImpl>();
+  model->to(at::kHalf);
+  FullyShardedDataParallel<WithEmptyImpl> parallel(model, group(), {.sharding_strategy = GetParam()});
+  FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd, {.scaler = GradScalerOptions{.initial_scale = 64}});
+  for (int64_t number = 0; number < 3; ++number) {
+    optimizer.scale_loss(parallel.forward(batch(group().rank(), number).to(at::kHalf))).backward();
+    parallel.clip_grad_norm_(1);
+    EXPECT_TRUE(optimizer.step().updated);
+    optimizer.zero_grad(/*set_to_none=*/false);
+  }
+}
+
+TEST(Megatron, zeroed_gradients_without_elements_go_on) {
+  auto model = std::make_shared<WithEmptyImpl>();
+  DistributedOptimizer<torch::optim::SGD> optimizer(model, sgd, group(), {.reuse_grad_buf_for_param_gather = true});
+  for (int64_t number = 0; number < 3; ++number) {
+    model->forward(batch(group().rank(), number).to(at::kFloat)).backward();
+    optimizer.step();
+    optimizer.zero_grad(/*set_to_none=*/false);
+  }
+}
+
 TEST_P(FsdpScaler, clipping_then_other_calls) {
   Scaled one(GetParam(), true, at::kFloat);
   one.backward(0);
