@@ -139,15 +139,22 @@ LocalUpdates::State::State(std::shared_ptr<torch::nn::Module> of, torch::optim::
   const auto trainable = tensors.trainable();
   check_parameters(*module, trainable, groups_of(optimizer), options.fragments);
   auto lines = describe(options);
-  for (size_t i = 0; i < optimizer.param_groups().size() && std::holds_alternative<SlowMo>(options.outer); ++i) {
-    lines.push_back(
-        fmt::format("learning rate {} of param group {}", optimizer.param_groups()[i].options().get_lr(), i));
-  }
+  for (auto& line : rates()) lines.push_back(std::move(line));
   agree(group, "the options of LocalUpdates", lines);
   for (const auto& entry : trainable) exchanged.insert(entry.tensor.unsafeGetTensorImpl());
   fragments = make_fragments(trainable, optimizer, options);
   watch = ParameterWatch(parameters(), ParameterWatch::Versions::counted);
   set_steps(0);
+}
+
+std::vector<std::string> LocalUpdates::State::rates() const {
+  std::vector<std::string> lines;
+  if (!std::holds_alternative<SlowMo>(options.outer)) return lines;
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+    lines.push_back(
+        fmt::format("learning rate {} of param group {}", optimizer.param_groups()[i].options().get_lr(), i));
+  }
+  return lines;
 }
 
 LocalUpdates::LocalUpdates(std::shared_ptr<torch::nn::Module> module, torch::optim::Optimizer& optimizer,

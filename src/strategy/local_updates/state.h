@@ -40,6 +40,8 @@ struct LocalUpdates::State {
   // Exchanges after a step, in two parts. The first communicates and changes no values, so that it may be run again;
   // the second applies what has come.
   bool exchange_due() const;
+  // With SlowMo, whose update of theta uses them: one line per param group.
+  std::vector<std::string> rates() const;
   void exchange();
   void apply_exchange();
   // See state_dict(); the tensors are this object's own and valid until the next step. in_flight: whether exchanges in

@@ -340,5 +340,25 @@ TEST(LocalUpdatesUse, BEY22_ranks_with_different_options_are_named) {
   construct({});
 }
 
+// As by a schedule that reads each rank's own loss. Slow momentum would move theta on each rank in its own way.
+TEST(LocalUpdatesUse, BEY22_rates_that_ranks_change_apart_are_named_where_slow_momentum_uses_them) {
+  if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  auto model = seeded(1);
+  const auto optimizer = test::two_rates(model);
+  LocalUpdates local(model, *optimizer, group(), {.every = 2, .outer = SlowMo{}});
+  const auto step = [&](int64_t number) {
+    local.zero_grad();
+    mean_loss(model->forward(batch(group().rank(), number))).backward();
+    local.step();
+  };
+  step(0);
+  test::lower_rates(*optimizer);
+  step(1);  // alike
+  if (group().rank() == 1) test::lower_rates(*optimizer);
+  step(2);
+  EXPECT_THAT(refusal<DisagreeError>([&] { step(3); }),
+              testing::AllOf(HasSubstr("learning rates of LocalUpdates with SlowMo"), HasSubstr("rank 1 has")));
+}
+
 }  // namespace
 }  // namespace shoal::local_updates_use_test
