@@ -91,20 +91,29 @@ std::optional<double> parsed_norm(const Carried& past) {
   return norm;
 }
 
-void restore_hook(CommunicationHook* hook, const Carried& past, bool fits) {
+// Returns what could not be restored, one sentence each.
+std::vector<std::string> restore_hook(CommunicationHook* hook, const Carried& past, bool fits) {
   const auto entry = past.values.find(hook_entry);
   const auto name = entry != past.values.end() && entry->is_string() ? entry->get<std::string>() : "";
   const std::string here = hook != nullptr ? hook->name() : "";
   if (hook != nullptr) hook->reset();
   if (name != here && !past.values.is_null()) {
-    TORCH_WARN("checkpoint: the communication hook was '", name, "', here it is '", here, "', and remembers nothing");
+    return {fmt::format("the communication hook was '{}', here it is '{}', and remembers nothing",
+                        name.empty() ? "none" : name, here.empty() ? "none" : here)};
   }
-  if (hook == nullptr || name != here || !fits) return;
+  if (hook == nullptr || name != here) return {};
+  if (!fits) {
+    return {
+        fmt::format("the communication hook '{}' has seen gradients of other shards (shard_size, shard_by_parameter or "
+                    "units differ), and remembers nothing",
+                    here)};
+  }
   CommunicationHook::State state;
   for (const auto& [key, tensor] : past.tensors) {
     if (key.starts_with(hook_prefix)) state[key.substr(std::string_view(hook_prefix).size())] = tensor;
   }
   hook->load_state(state);
+  return {};
 }
 
 }  // namespace
@@ -133,20 +142,17 @@ std::vector<std::string> resume_from(const Group& group, const std::vector<Reduc
   const bool fits = !saw_other_parts(group, reducers, past);
   std::vector<LearntOrder> orders;
   std::optional<double> norm;
+  std::vector<std::string> differences;
   on_all_ranks(group, "checkpoint", [&] {
     if (!past.values.is_null()) orders = parsed_orders(reducers, past);
     norm = parsed_norm(past);
-    restore_hook(hook_of(reducers), past, fits);
+    differences = restore_hook(hook_of(reducers), past, fits);
   });
   for (size_t i = 0; i < orders.size(); ++i) reducers[i]->resume_from(orders[i]);
   for (auto* reducer : reducers) {
     if (reducer->consumer() != nullptr) reducer->consumer()->resume_from(norm);
   }
-  if (fits) return {};
-  return {
-      fmt::format("the communication hook '{}' has seen gradients of other shards (shard_size, shard_by_parameter or "
-                  "units differ), and remembers nothing",
-                  hook_of(reducers)->name())};
+  return differences;
 }
 
 }  // namespace shoal

@@ -13,8 +13,8 @@ namespace shoal {
 // hook, and the norm that a gradient consumer knows.
 Carried carried_by(const std::vector<Reducer*>& reducers);
 
-// Resumes from `past`; without state, hooks start afresh. So does a hook of another name, with a warning, and one that
-// has seen other parts of gradients. Returns what could not be restored, one sentence each. Collective: CheckpointError on
+// Resumes from `past`; without state, hooks start afresh. So does a hook of another name, and one that has
+// seen other parts of gradients. Returns what could not be restored, one sentence each. Collective: CheckpointError on
 // every rank if `past` is not a result of carried_by().
 std::vector<std::string> resume_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past);
 

@@ -63,7 +63,9 @@ class WrappedSource : public ReplicatedSource {
     return view;
   }
   CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
-  void end_load(const CarriedStates& past) override { resume_from(group(), {&reducer_of(parallel_)}, past.own); }
+  void end_load(const CarriedStates& past) override {
+    differences_ = resume_from(group(), {&reducer_of(parallel_)}, past.own);
+  }
 
  private:
   DataParallelCore& parallel_;

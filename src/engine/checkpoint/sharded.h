@@ -18,7 +18,6 @@ class ShardedSource : public CheckpointSource {
   CarriedStates carried() override;
   void begin_load(const CarriedStates& past) override;
   void end_load(const CarriedStates& past) override;
-  std::vector<std::string> differences() const override { return differences_; }
 
  protected:
   // Adds tensors that no optimizer updates, or that another one does.
@@ -31,7 +30,6 @@ class ShardedSource : public CheckpointSource {
 
   torch::optim::Optimizer& optimizer_;
   ShardedOptimizerCore::State& state_;
-  std::vector<std::string> differences_;  // of the last load
 };
 
 }  // namespace shoal

@@ -82,7 +82,10 @@ class CheckpointSource {
   // Called once all values are in place. Collective.
   virtual void end_load(const CarriedStates& /*past*/) {}
   // Parts of the carried state that the last load could not restore, one sentence each.
-  virtual std::vector<std::string> differences() const { return {}; }
+  virtual std::vector<std::string> differences() const { return differences_; }
+
+ protected:
+  std::vector<std::string> differences_{};
 };
 
 // UsageError for an optimizer of which some parameters are none of the module's, by whose names they are saved.

@@ -81,7 +81,8 @@ class LocalUpdatesSource : public CheckpointSource {
       state_.complete(whole);  // with the loaded values
       updates_.load_state_dict(whole);
     }
-    if (state_.reducer) resume_from(group(), {state_.reducer.get()}, past.own);
+    differences_ = {};
+    if (state_.reducer) differences_ = resume_from(group(), {state_.reducer.get()}, past.own);
   }
 
  private:

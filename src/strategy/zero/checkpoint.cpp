@@ -69,7 +69,7 @@ class OSSSource : public CheckpointSource {
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     state_.hand_out("loaded parameters");
-    resume_from(group(), {&reducer_of(parallel_)}, past.own);
+    differences_ = resume_from(group(), {&reducer_of(parallel_)}, past.own);
   }
 
  private:

@@ -12,6 +12,7 @@
 #include "shoal/local_sgd.h"
 #include "shoal/optim.h"
 #include "shoal/optimizer_in_backward.h"
+#include "shoal/zero.h"
 #include "tests/support/models.h"
 #include "tests/support/shared_folder.h"
 #include "tests/support/world.h"
@@ -112,6 +113,56 @@ TEST(TrainingCheckpoint, BEY05_a_hook_across_shards_begins_anew_where_shards_are
   loads("whole", 2, false, false);
   loads("halves", 1, false, false);
   loads("halves", 2, true, false);
+}
+
+using Hook = std::shared_ptr<CommunicationHook>;
+
+Hook top_k(double fraction) {
+  return std::make_shared<TopKHook>(TopKOptions{.fraction = fraction});
+}
+
+struct HookedDdp {
+  HookedDdp(int seed, Hook hook)
+      : model(seeded(seed)), parallel(model, group(), {.communication_hook = std::move(hook)}) {}
+  Mlp model;
+  torch::optim::SGD optimizer{model->parameters(), torch::optim::SGDOptions(0.1)};
+  DistributedDataParallel<MlpImpl> parallel;
+  TrainingState state{parallel, optimizer};
+};
+
+struct HookedZero {
+  HookedZero(int seed, Hook hook)
+      : model(seeded(seed)), parallel(model, optimizer, group(), {.communication_hook = std::move(hook)}) {}
+  Mlp model;
+  OSS<torch::optim::SGD> optimizer{model->parameters(), torch::optim::SGDOptions(0.1), group()};
+  ShardedDataParallel<MlpImpl> parallel;
+  TrainingState state{parallel, optimizer};
+};
+
+template <class Hooked>
+void expect_difference(const Hook& before, const Hook& now, const std::string& text) {
+  const SharedFolder folder;
+  Hooked running(3, before);
+  mean_loss(running.parallel.forward(batch(group().rank(), 0))).backward();
+  running.optimizer.step();
+  running.optimizer.zero_grad();
+  save(folder / "run", running.state, {.step = 1});
+  Hooked other(5, now);
+  const auto loaded = load(folder / "run", other.state);
+  EXPECT_EQ(loaded.exact, text.empty());
+  if (!text.empty()) EXPECT_THAT(loaded.differences, ElementsAre(HasSubstr(text)));
+}
+
+TEST(TrainingCheckpoint, BEY05_another_communication_hook_is_a_difference) {
+  const std::string was = "the communication hook was 'topk, fraction 0.1, error feedback true', here it is ";
+  const auto each = [&]<class Hooked>(Hooked*) {
+    expect_difference<Hooked>(top_k(0.1), top_k(0.1), "");
+    expect_difference<Hooked>(top_k(0.1), top_k(0.2), was + "'topk, fraction 0.2");
+    expect_difference<Hooked>(top_k(0.1), nullptr, was + "'none'");
+    expect_difference<Hooked>(nullptr, top_k(0.1), "the communication hook was 'none', here it is 'topk");
+  };
+  each(static_cast<HookedDdp*>(nullptr));
+  each(static_cast<HookedZero*>(nullptr));
 }
 
 struct Body : torch::nn::Module {
