@@ -33,6 +33,7 @@ TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"checkpoint", "inspct", "run"}, "there is no command checkpoint inspct; did you mean inspect?");
   expect_refused({"trace", "frob"}, "there is no command trace frob; there are merge (");
   expect_refused({"checkpoint", "export", "run", "hf", "--shard-gb", "0"}, "--shard-gb 0: give 1e-9 to 1e9");
+  expect_refused({"checkpoint", "export", "run", "model.pt", "--shard-gb", "1"}, "OUTPUT model.pt is one file");
   expect_refused({"checkpoint", "export", "run", "model.pth"}, "model.pth: give FILE.safetensors, FILE.pt");
   expect_refused({"checkpoint", "export", "run", "model.PTH"}, "model.PTH: give FILE.safetensors, FILE.pt");
   expect_refused({"plan", "--params", "7B"}, "--params 7B: give a number, such as 7e9");

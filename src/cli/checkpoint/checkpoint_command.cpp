@@ -28,13 +28,14 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr double mebibyte = 1 << 20;
+constexpr double default_shard_gb = 5;
 
 struct CheckpointOptions {
   std::string path;
   std::string json;
   std::string output;
   std::string part = "model";
-  double shard_gb = 5;
+  std::optional<double> shard_gb{};
   int ranks = 0;
 };
 
@@ -146,15 +147,21 @@ void require_known_file(const std::filesystem::path& output) {
 }
 
 int export_model(const CheckpointOptions& options) {
+  const std::filesystem::path output = options.output;
+  const bool folder = output.extension() != ".safetensors" && output.extension() != ".pt";
+  if (options.shard_gb && !folder) {
+    throw UsageError(
+        fmt::format("--shard-gb: OUTPUT {} is one file; give a folder, or leave --shard-gb out", options.output));
+  }
   const CheckpointReader reader(options.path);
   require_outputs(options, reader);
-  const std::filesystem::path output = options.output;
   if (output.extension() == ".safetensors") {
     export_file(reader, output, options.part);
   } else if (output.extension() == ".pt") {
     export_pt(reader, output, options.part);
   } else {
-    export_folder(reader, output, static_cast<int64_t>(options.shard_gb * 1e9), options.part);
+    export_folder(reader, output, static_cast<int64_t>(options.shard_gb.value_or(default_shard_gb) * 1e9),
+                  options.part);
   }
   if (!options.json.empty()) {
     write_json(options.json, {{"path", reader.path().string()}, {"part", options.part}, {"output", options.output}});
@@ -216,7 +223,7 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
             options->shard_gb = size;
           },
           "maximum size of a file in an output folder, in units of 10^9 bytes")
-      ->default_str(fmt::format("{}", options->shard_gb));
+      ->default_str(fmt::format("{}", default_shard_gb));
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
   reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();

@@ -31,6 +31,10 @@ void DistributedDataParallelOptions::validate() const {
     faults.push_back(fmt::format("reduce_dtype is {}: give float16 or bfloat16, or none for the parameters' own",
                                  c10::toString(*reduce_dtype)));
   }
+  if (reduce_dtype && grad_reduce_in_fp32) {
+    faults.push_back(fmt::format("reduce_dtype {} and grad_reduce_in_fp32 exclude each other: unset one of them",
+                                 c10::toString(*reduce_dtype)));
+  }
   if (reduce_dtype && communication_hook) {
     faults.emplace_back(
         "communication_hook replaces the reduction: unset reduce_dtype, or use a CompressHook as the hook's carrier");

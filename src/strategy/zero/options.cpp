@@ -31,6 +31,9 @@ void ShardedDataParallelOptions::validate() const {
     faults.push_back(fmt::format("reduce_fp16 and communication_hook {} exclude each other: unset one of them",
                                  communication_hook->name()));
   }
+  if (reduce_fp16 && grad_reduce_in_fp32) {
+    faults.emplace_back("reduce_fp16 and grad_reduce_in_fp32 exclude each other: unset one of them");
+  }
   if (!faults.empty()) throw UsageError(fmt::format("ShardedDataParallel: {}", fmt::join(faults, "; ")));
 }
 

@@ -394,6 +394,8 @@ TEST(DdpIdioms, DDP12_gradients_are_summed_in_a_dtype_of_their_own) {
   EXPECT_TRUE(has("communication_hook", "none"));
   EXPECT_TRUE(has("buffer_hook", "none"));
   EXPECT_THROW(Options{.reduce_dtype = at::kDouble}.validate(), UsageError);
+  const Options both{.grad_reduce_in_fp32 = true, .reduce_dtype = at::kBFloat16};
+  EXPECT_THROW(both.validate(), UsageError) << "float32, and 16 bits";
 }
 
 }  // namespace

@@ -327,6 +327,9 @@ TEST(ShardedDdp, SDP04_reduce_fp16_and_a_communication_hook_are_refused_together
   const ShardedDataParallelOptions both{.communication_hook = std::make_shared<SumHook>(), .reduce_fp16 = true};
   EXPECT_THAT(refusal([&] { ShardedDataParallel(model, optimizer, group(), both); }),
               testing::HasSubstr("reduce_fp16 and communication_hook sum exclude each other"));
+  const ShardedDataParallelOptions wide{.grad_reduce_in_fp32 = true, .reduce_fp16 = true};
+  EXPECT_THAT(refusal([&] { wide.validate(); }),
+              testing::HasSubstr("reduce_fp16 and grad_reduce_in_fp32 exclude each other"));
 }
 
 TEST(ShardedDdp, SDP03_no_bucket_exceeds_the_cap_unless_one_parameter_does) {
