@@ -82,7 +82,9 @@ PendingExchange TopKHook::begin(const GradientBucket& bucket) {
   pending.finish = [all, to = bucket.sum, range = Range{begin, begin + bucket.sum.numel()}, count = positions.numel(),
                     dtype] {
     const auto sum = at::zeros({to.numel()}, to.options().dtype(wide(dtype)));
-    for (int64_t rank = 0; rank < all.size(0); ++rank) add_to(sum, range, Selection::unpack(all[rank], count, dtype));
+    for (int64_t rank = 0; count > 0 && rank < all.size(0); ++rank) {
+      add_to(sum, range, Selection::unpack(all[rank], count, dtype));
+    }
     at::Tensor(to).copy_(sum);
   };
   return pending;
