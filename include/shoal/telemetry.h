@@ -94,10 +94,11 @@ struct Timing {
 //   timers->measure("forward-backward", 0, [&] { train_step(); });
 //   std::cout << *timers;
 //
-// With `barrier`, options and calls must be the same on all ranks. Thread-safe.
+// With `barrier`, options and calls must be the same on all ranks; DistributedOptimizer compares the options. Thread-safe.
 class Timers {
  public:
   explicit Timers(const TimersOptions& options = {});
+  const TimersOptions& options() const { return options_; }
 
   // Calls act() and measures it, unless `level` is above the level of the options. Calls that throw are not counted.
   // `meet`: the ranks that run this part together, for `barrier`; nullptr for a part without a common beginning.

@@ -71,6 +71,10 @@ std::vector<std::string> describe(const DistributedOptimizerOptions& options) {
   lines.push_back(fmt::format("shard_within_host {}", options.shard_within_host));
   lines.push_back(fmt::format("grad_reduce_in_fp32 {}", options.grad_reduce_in_fp32));
   lines.push_back(fmt::format("bucket_size {}", options.bucket_size));
+  const auto* timers = options.timers.get();
+  const bool meet = timers != nullptr && timers->options().barrier;
+  lines.push_back(meet ? fmt::format("timers with barrier, of level {}", timers->options().level)
+                       : "no timers with barrier");
   const auto& model = options.model_parallel_group;
   lines.push_back(model ? fmt::format("model_parallel_group of {} ranks", model->size()) : "no model_parallel_group");
   return lines;

@@ -1,5 +1,6 @@
 // MEG13: DistributedOptimizer's timers.
 
+#include <gmock/gmock.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
@@ -10,6 +11,7 @@
 #include "shoal/error.h"
 #include "shoal/megatron.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
 namespace shoal::megatron_timers_test {
@@ -165,6 +167,18 @@ TEST(MegatronTimers, MEG13_results_are_readable) {
   EXPECT_TRUE(timers.result().empty());
   EXPECT_THROW(Timers({.level = 3}), UsageError);
   EXPECT_THROW(Timers({.level = -1}), UsageError);
+}
+
+TEST(MegatronTimers, MEG13_barriers_on_one_rank_alone_are_refused) {
+  if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  auto model = seeded(1);
+  const auto make = [&](const TimersOptions& first, const TimersOptions& others) {
+    const auto timers = std::make_shared<Timers>(group().rank() == 0 ? first : others);
+    return test::refusal<DisagreeError>([&] { const Sgd optimizer(model, sgd, group(), {.timers = timers}); });
+  };
+  EXPECT_THAT(make({.barrier = true}, {}), testing::HasSubstr("rank 0 has timers with barrier, of level 0"));
+  EXPECT_THAT(make({.level = 1, .barrier = true}, {.barrier = true}), testing::HasSubstr("of level 1"));
+  EXPECT_EQ(make({.level = 2}, {}), test::refusal([] {})) << "each measures for itself";
 }
 
 }  // namespace
