@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "optim/scaler_options.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -44,6 +45,16 @@ void GradScalerOptions::validate() const {
             "a positive number up to initial_scale");
   }
   if (!faults.empty()) throw UsageError(fmt::format("GradScaler: {}", fmt::join(faults, "; ")));
+}
+
+std::string describe(const std::optional<GradScalerOptions>& scaler) {
+  if (!scaler) return "no scaler";
+  return fmt::format(
+      "scaler with initial_scale {}, dynamic {}, growth_factor {}, backoff_factor {}, growth_interval {}, hysteresis "
+      "{}, "
+      "min_scale {}",
+      scaler->initial_scale, scaler->dynamic, scaler->growth_factor, scaler->backoff_factor, scaler->growth_interval,
+      scaler->hysteresis, scaler->min_scale);
 }
 
 GradScaler::GradScaler(const GradScalerOptions& options) : options_(options) {

@@ -118,7 +118,7 @@ class Planner {
     }
     if (!parts_.values.flag("grad_reduce_in_fp32")) return;
     if (!fsdp()) return widen(gradients_);
-    for (auto& gradient : gradients_) gradient.reduce_dtype = at::kFloat;
+    for (auto& gradient : gradients_) gradient.reduce_dtype = reduce_dtype_of(parts_);
   }
 
   void plan_memory() {
@@ -182,7 +182,7 @@ class Planner {
   // The synchronisation in step() before a rank writes parameters that others of its host may still read.
   void add_meeting(PlannedCalls& calls) const {
     if (parts_.options.precision.scaler) {
-      calls.add(sizeof(int32_t));  // whether some rank found inf or NaN
+      calls.add(3 * sizeof(double));  // whether some rank found inf or NaN, and whether scales are equal
     } else if (plan_.parameters_once && ranks_ > 1) {
       calls.add(0);  // a barrier
     }

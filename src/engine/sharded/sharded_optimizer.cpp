@@ -38,18 +38,26 @@ std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const Gr
   const auto unscale = [&] {
     // The optimizer's own scaler has unscaled what was clipped before.
     const int own = scaler != own_scaler() && scaler->unscaled(gradients) ? 2 : scaler->unscale(gradients) ? 1 : 0;
-    auto found = at::full({1}, own, at::kInt);
+    const double scale = scaler->value();
+    auto found = at::tensor({static_cast<double>(own), scale, -scale}, at::kDouble);
     for (const auto& scalars : groups_of_scalars()) {
       scalars.all_reduce(found, ReduceOp::max, label("inf or NaN in gradients")).wait();
     }
-    if (found.item<int>() == 2) {
+    const auto* most = found.const_data_ptr<double>();
+    if (most[1] != -most[2]) {
+      finite.reset();
+      throw DisagreeError(fmt::format(
+          "{}: ranks have loss scales from {} to {}, and this one has {}: make the scaler alike on every rank", name,
+          -most[2], most[1], scale));
+    }
+    if (most[0] == 2) {
       finite.reset();
       throw UsageError(
           name +
           ": the gradients have been unscaled already, by GradScaler::unscale(), and a step with the scaler does "
           "that itself, and clips: call step(scaler, max_norm) without unscale() and clip_grad_norm()");
     }
-    finite = found.item<int>() == 0;
+    finite = most[0] == 0;
   };
   time("optimizer-unscale-and-check-inf", 2, unscale, &group);
   agreement.met = true;

@@ -12,6 +12,7 @@
 #include "engine/gradients/gradient_norm.h"
 #include "engine/reducer/gradient_consumer.h"
 #include "optim/param_groups.h"
+#include "optim/scaler_options.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 
@@ -31,8 +32,7 @@ std::string name_of(WholeGradient choice) {
 
 std::vector<std::string> describe(const OptimizerInBackwardOptions& options) {
   return {fmt::format("clip_grad {}", options.clip_grad),
-          fmt::format("whole_gradient {}", name_of(options.whole_gradient)),
-          fmt::format("scaler {}", options.scaler ? fmt::format("from {}", options.scaler->initial_scale) : "none")};
+          fmt::format("whole_gradient {}", name_of(options.whole_gradient)), describe(options.scaler)};
 }
 
 // Scope that hides gradients from an optimizer while it updates the parameters of one bucket.

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "optim/scaler_options.h"
 #include "shoal/error.h"
 #include "strategy/decentralized/state.h"
 
@@ -66,22 +67,13 @@ void DecentralizedDataParallelOptions::validate(int ranks) const {
 
 std::vector<std::string> describe(const DecentralizedDataParallelOptions& options) {
   const auto& compressed = options.compressed_exchange;
-  std::vector<std::string> lines{
-      fmt::format("bucket_cap_mb {}", options.bucket_cap_mb),
-      fmt::format("exchange_dtype {}", options.exchange_dtype ? toString(*options.exchange_dtype) : "none"),
-      compressed ? fmt::format("compressed_exchange with top_k {}, rate {}", compressed->top_k.value_or(1),
-                               compressed->rate.value_or(0))
-                 : "no compressed_exchange",
-      fmt::format("average_buffers {}", options.average_buffers)};
-  if (const auto& scaler = options.scaler) {
-    lines.push_back(fmt::format(
-        "scaler with initial_scale {}, dynamic {}, growth {} after {} steps, backoff {} after {}, min_scale {}",
-        scaler->initial_scale, scaler->dynamic, scaler->growth_factor, scaler->growth_interval, scaler->backoff_factor,
-        scaler->hysteresis, scaler->min_scale));
-  } else {
-    lines.emplace_back("no scaler");
-  }
-  return lines;
+  const auto in_words = [](const std::optional<double>& value) { return value ? fmt::format("{}", *value) : "none"; };
+  return {fmt::format("bucket_cap_mb {}", options.bucket_cap_mb),
+          fmt::format("exchange_dtype {}", options.exchange_dtype ? toString(*options.exchange_dtype) : "none"),
+          compressed ? fmt::format("compressed_exchange with top_k {}, rate {}", in_words(compressed->top_k),
+                                   in_words(compressed->rate))
+                     : "no compressed_exchange",
+          fmt::format("average_buffers {}", options.average_buffers), describe(options.scaler)};
 }
 
 }  // namespace shoal

@@ -11,6 +11,7 @@
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/normal_mode.h"
+#include "optim/scaler_options.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/ignored.h"
@@ -248,8 +249,7 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
         fmt::format("FullyShardedOptimizer: clip_grad {}: give a norm, or 0 for no clipping", options.clip_grad));
   }
   agree(shards.groups.all, "the options of FullyShardedOptimizer",
-        {fmt::format("clip_grad {}", options.clip_grad),
-         fmt::format("scaler {}", yes_or_no(options.scaler.has_value()))});
+        {fmt::format("clip_grad {}", options.clip_grad), describe(options.scaler)});
   auto state = std::make_unique<State>("FullyShardedOptimizer", shards.groups.shard);
   state->everybody = shards.groups.all;
   state->modules = {shards.module};

@@ -8,6 +8,7 @@
 
 #include "engine/wrapper/data_parallel_state.h"
 #include "module/walk.h"
+#include "optim/scaler_options.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/megatron/chunk.h"
@@ -48,19 +49,8 @@ std::vector<OptimizerParamGroup> complete(const Chunks& chunks, std::vector<Opti
 
 // What stages of one model must have in common.
 std::vector<std::string> describe_scalars(const DistributedOptimizerOptions& options) {
-  std::vector<std::string> lines{fmt::format("clip_grad {}", options.clip_grad),
-                                 fmt::format("log_num_zeros_in_grad {}", options.log_num_zeros_in_grad)};
-  if (!options.scaler) {
-    lines.emplace_back("no scaler");
-    return lines;
-  }
-  const auto& scaler = *options.scaler;
-  lines.push_back(
-      fmt::format("scaler: initial_scale {}, dynamic {}, growth_factor {}, backoff_factor {}, "
-                  "growth_interval {}, hysteresis {}, min_scale {}",
-                  scaler.initial_scale, scaler.dynamic, scaler.growth_factor, scaler.backoff_factor,
-                  scaler.growth_interval, scaler.hysteresis, scaler.min_scale));
-  return lines;
+  return {fmt::format("clip_grad {}", options.clip_grad),
+          fmt::format("log_num_zeros_in_grad {}", options.log_num_zeros_in_grad), describe(options.scaler)};
 }
 
 std::vector<std::string> describe(const DistributedOptimizerOptions& options) {

@@ -56,7 +56,9 @@ ShardGossipOptimizerCore::ShardGossipOptimizerCore(FullyShardedCore& parallel, c
 
 void ShardGossipOptimizerCore::Gossip::open(ShardedModule& module) {
   buckets = divide(module, module.pieces(), options.bucket_cap_mb);
-  std::vector<std::string> shard;
+  std::vector<std::string> shard{
+      fmt::format("overlap {}", options.overlap), fmt::format("bucket_cap_mb {}", options.bucket_cap_mb),
+      fmt::format("exchange_dtype {}", options.exchange_dtype ? toString(*options.exchange_dtype) : "none")};
   std::vector<GossipBuffer> buffers;
   for (const auto& bucket : buckets) {
     for (const auto& [name, piece] : bucket.members()) {
@@ -64,7 +66,7 @@ void ShardGossipOptimizerCore::Gossip::open(ShardedModule& module) {
     }
     buffers.push_back({bucket.numel(), bucket.dtype()});
   }
-  agree(across, "the shards that hosts average", shard);
+  agree(across, "the options of ShardGossipOptimizer and the shards that hosts average", shard);
   mixing->open(buffers, options.exchange_dtype);
 }
 

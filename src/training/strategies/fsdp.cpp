@@ -11,14 +11,13 @@ namespace shoal {
 namespace {
 
 FullyShardedDataParallelOptions fsdp_options(const TrainingParts& parts, ShardingStrategy sharding) {
-  FullyShardedDataParallelOptions options{
-      .sharding_strategy = sharding,
-      .auto_wrap_policy = units_of(parts),
-      .shard_by_parameter = !parts.recipe.element_wise,
-      .precision = parts.options.precision,
-      .reduce_dtype = parts.values.flag("grad_reduce_in_fp32") ? std::optional(at::kFloat) : std::nullopt,
-      .ignored_parameters = parts.options.ignored,
-      .communication_hook = hook_of(parts.values, parts.options)};
+  FullyShardedDataParallelOptions options{.sharding_strategy = sharding,
+                                          .auto_wrap_policy = units_of(parts),
+                                          .shard_by_parameter = !parts.recipe.element_wise,
+                                          .precision = parts.options.precision,
+                                          .reduce_dtype = reduce_dtype_of(parts),
+                                          .ignored_parameters = parts.options.ignored,
+                                          .communication_hook = hook_of(parts.values, parts.options)};
   if (parts.strategy.has("shard_size") && parts.values.integer("shard_size") > 0) {
     options.shard_size = parts.values.count("shard_size");
   }
@@ -84,6 +83,15 @@ OptimizerRecipe::ParamGroups groups_of_units(const TrainingParts& parts) {
 
 FullyShardedOptimizerOptions sharded_optimizer_options(const TrainingParts& parts) {
   return {.clip_grad = parts.options.clip_grad, .scaler = parts.options.precision.scaler};
+}
+
+std::optional<at::ScalarType> reduce_dtype_of(const TrainingParts& parts) {
+  if (!parts.values.flag("grad_reduce_in_fp32")) return std::nullopt;
+  const auto narrow = [](at::ScalarType dtype) { return c10::elementSize(dtype) < sizeof(float); };
+  const auto& compute = parts.options.precision.compute;
+  bool any = compute && narrow(*compute);
+  for (const auto& parameter : parts.module->parameters()) any = any || narrow(parameter.scalar_type());
+  return any ? std::optional(at::kFloat) : std::nullopt;
 }
 
 FsdpTraining::FsdpTraining(const TrainingParts& parts, const Group& group, ShardingStrategy sharding,

@@ -13,6 +13,7 @@
 #include "shoal/hooks.h"
 #include "shoal/megatron.h"
 #include "shoal/optimizer_in_backward.h"
+#include "shoal/shard_gossip.h"
 #include "shoal/zero.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
@@ -283,6 +284,81 @@ TEST_F(Mismatch, BEY09_names_different_options_of_decentralised_ranks) {
         },
         named);
   }
+}
+
+TEST_F(Mismatch, BEY09_names_different_compression_of_decentralised_ranks) {
+  expect_named(
+      [] {
+        const CompressedExchange exchange{.top_k = odd_one() ? std::optional(1.0) : std::nullopt};
+        const DecentralizedDataParallel<MlpImpl> parallel(
+            seeded(3).ptr(), decentralized_sgd(), group(),
+            {.topology = make_topology("ring", group().size()), .compressed_exchange = exchange});
+      },
+      {"rank 0 has compressed_exchange with top_k none", odd_name() + " has compressed_exchange with top_k 1"});
+}
+
+TEST_F(Mismatch, BEY09_names_different_options_of_hosts_that_average) {
+  const std::vector<std::pair<ShardGossipOptions, std::vector<std::string>>> cases{
+      {{.overlap = false}, {"overlap true", "overlap false"}},
+      {{.bucket_cap_mb = 1}, {"bucket_cap_mb 25", "bucket_cap_mb 1"}},
+      {{.exchange_dtype = at::kHalf}, {"exchange_dtype none", "exchange_dtype Half"}}};
+  const auto hosts = host_groups(group(), 1);
+  for (const auto& [options, parts] : cases) {
+    expect_named(
+        [&, odd = options] {
+          FullyShardedDataParallel<MlpImpl> parallel(seeded(3), hosts.inside);
+          const ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, hosts.across, torch::optim::SGDOptions(0.1),
+                                                                  odd_one() ? odd : ShardGossipOptions{});
+        },
+        {"the options of ShardGossipOptimizer", "rank 0 has " + parts[0], odd_name() + " has " + parts[1]});
+  }
+}
+
+// Each rank would divide the sums, and move its scale, in its own way.
+TEST_F(Mismatch, BEY09_names_different_options_of_loss_scalers) {
+  using torch::optim::SGD;
+  using torch::optim::SGDOptions;
+  const GradScalerOptions usual{.initial_scale = 1024};
+  for (const auto& other :
+       {GradScalerOptions{.initial_scale = 64}, GradScalerOptions{.initial_scale = 1024, .dynamic = false},
+        GradScalerOptions{.initial_scale = 1024, .growth_interval = 1}}) {
+    const auto scaler = odd_one() ? other : usual;
+    const std::vector<std::function<void()>> makers{
+        [&] {
+          FullyShardedDataParallel<MlpImpl> parallel(seeded(3), group());
+          const FullyShardedOptimizer<SGD> optimizer(parallel, SGDOptions(0.1), {.scaler = scaler});
+        },
+        [&] { const DistributedOptimizer<SGD> optimizer(seeded(3), SGDOptions(0.1), group(), {.scaler = scaler}); },
+        [&] {
+          auto model = seeded(3);
+          DistributedDataParallel<MlpImpl> parallel(model, group());
+          SGD optimizer(model->parameters(), SGDOptions(0.1));
+          const OptimizerInBackward inside(parallel, optimizer, {.scaler = scaler});
+        },
+        [&] {
+          const DecentralizedDataParallel<MlpImpl> parallel(seeded(3).ptr(), decentralized_sgd(), group(),
+                                                            {.scaler = scaler});
+        }};
+    for (size_t number = 0; number < makers.size(); ++number) {
+      SCOPED_TRACE(number);
+      expect_named(makers[number], {"rank 0 has scaler with initial_scale 1024, dynamic true",
+                                    odd_name() + " has scaler with initial_scale"});
+    }
+  }
+}
+
+// A scaler of the program's own.
+TEST_F(Mismatch, BEY09_names_loss_scales_that_differ) {
+  const double own = odd_one() ? 64 : 1024;
+  const auto all = of_all();
+  auto model = seeded(1);
+  OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(0.1), all);
+  DistributedDataParallel<MlpImpl> parallel(model, all);
+  GradScaler scaler({.initial_scale = own});
+  scaler.scale(mean_loss(parallel.forward(batch(group().rank(), 0)))).backward();
+  EXPECT_THAT(refusal<DisagreeError>([&] { optimizer.step(scaler); }),
+              AllOf(HasSubstr("OSS: ranks have loss scales from 64 to 1024"),
+                    HasSubstr("this one has " + std::to_string(static_cast<int>(own)))));
 }
 
 // Buckets of different sizes are different operations; ranks that compare them report it in the first step.

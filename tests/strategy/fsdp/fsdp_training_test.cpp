@@ -8,6 +8,7 @@
 #include "shoal/ddp.h"
 #include "shoal/error.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
+#include "tests/support/training.h"
 
 namespace shoal::test::fsdp_training_test {
 namespace {
@@ -134,6 +135,23 @@ TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updat
   EXPECT_LT(moved, 1e-2);
   EXPECT_EQ(after.at("third.bias").scalar_type(), at::kFloat);
   EXPECT_TRUE(at::equal(parallel->third->bias, after.at("third.bias").to(at::kBFloat16)));
+}
+
+TEST(Fsdp, FSDP05_sums_in_float32_are_for_gradients_of_16_bits) {
+  for (const auto* strategy : {"fsdp", "fsdp_no_shard"}) {
+    std::vector<std::vector<at::Tensor>> results;
+    for (const bool fp32 : {false, true}) {
+      auto training = Training<MlpImpl>::make<torch::optim::SGD>(strategy, seeded(3).ptr(), group(), SGDOptions(0.1),
+                                                                 {.fp32_gradients = fp32});
+      for (int64_t step = 0; step < 2; ++step) {
+        training.zero_grad();
+        mean_loss(training.forward(batch(group().rank(), step))).backward();
+        training.step();
+      }
+      results.push_back(copies(*training.model));
+    }
+    EXPECT_LT(difference(results[0], results[1]), 1e-14) << strategy;
+  }
 }
 
 TEST(Fsdp, FSDP05_frozen_parameters_keep_the_values_that_16_bits_cannot_hold) {
