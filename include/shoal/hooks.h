@@ -50,7 +50,8 @@ struct GradientBucket {
 // Communication in flight.
 struct PendingExchange {
   Work work;
-  // Called at any time after `work` has finished, to compute. It must not communicate. Not called on a failure.
+  // Called at any time after `work` has finished, to compute. It must not communicate. Not called on a failure. What it
+  // throws ends the step on all ranks.
   std::function<void()> finish{};
   // Next stage of the communication. Called after `finish`, once all buckets of the backward have started, and in
   // bucket order, so that all ranks call the collectives of several buckets in the same order.
@@ -255,6 +256,9 @@ class PowerSgdHook : public CommunicationHook {
 // scaled to the mean over it; before that, over all ranks. A PeriodicModelAverager averages the parameters of the
 // subgroups. Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020). Both
 // reductions go through `carrier`. Supports SumFor::everybody only.
+//
+// Not for OSS, which updates each parameter on one rank for all: by the gradients of that rank's subgroup alone. Under the
+// hybrid strategies of FullyShardedDataParallel, `local` has to lie within the ranks that have the same shard.
 //
 // With weights, the gradient of a subgroup is divided by the mean weight of all subgroups, so that the average over
 // subgroups is the exact weighted mean over all ranks.

@@ -30,7 +30,7 @@ struct Averaging {};
 // u <- slow_momentum u + D / g; theta <- theta - slow_lr g u, where g is the inner optimizer's learning rate of the
 // parameter at the time it is sent. If g is 0: u <- slow_momentum u; theta <- theta - slow_lr D. Source: Wang et al.,
 // "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum" (ICLR 2020). Learning rates must be
-// equal on all ranks.
+// equal on all ranks (DisagreeError when a part is sent).
 struct SlowMo {
   double slow_lr = 1;          // alpha
   double slow_momentum = 0.5;  // beta; 0 with slow_lr 1 equals Averaging
