@@ -63,7 +63,7 @@ PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
   const auto numel = bucket.gradients.numel();
   const int64_t rows = bucket.sum_for == SumFor::owner ? 1 : group.size();
   const auto columns = (numel + rows - 1) / rows;
-  const Int8Format format(columns, std::min(options_.block, columns));
+  const Int8Format format(columns, std::min(options_.block, std::max<int64_t>(columns, 1)));
   const auto wanted = memory_->residuals.add_to(bucket);
   const auto own = format.encode(in_rows(wanted, rows, format.columns()));
   if (memory_->residuals.on()) {
