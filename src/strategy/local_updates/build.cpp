@@ -147,12 +147,13 @@ LocalUpdates::State::State(std::shared_ptr<torch::nn::Module> of, torch::optim::
   set_steps(0);
 }
 
+// Without the last digits, in which schedules that began elsewhere may differ.
 std::vector<std::string> LocalUpdates::State::rates() const {
   std::vector<std::string> lines;
   if (!std::holds_alternative<SlowMo>(options.outer)) return lines;
   for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     lines.push_back(
-        fmt::format("learning rate {} of param group {}", optimizer.param_groups()[i].options().get_lr(), i));
+        fmt::format("learning rate {:.12g} of param group {}", optimizer.param_groups()[i].options().get_lr(), i));
   }
   return lines;
 }
