@@ -86,7 +86,8 @@ class Process {
   Ended result;
 
  private:
-  static pid_t start_cold(const std::vector<std::string>& arguments, const std::vector<std::string>& variables, int output) {
+  static pid_t start_cold(const std::vector<std::string>& arguments, const std::vector<std::string>& variables,
+                          int output) {
     const auto argv = pointers_to(arguments);
     const auto environment = pointers_to(variables);
     const auto pid = fork();
