@@ -121,7 +121,7 @@ TEST(BucketSchedule, buckets_come_back_in_their_order_once_each) {
   std::vector<size_t> back;
   while (const auto index = schedule.take_back(/*all=*/false)) back.push_back(*index);
   EXPECT_EQ(back, (std::vector<size_t>{0, 1, 2, 3}));
-  EXPECT_EQ(finished, back);
+  EXPECT_TRUE(finished.empty()) << "the caller completes a sum, whose end may fail";
 }
 
 TEST(BucketSchedule, a_bucket_that_has_come_back_is_not_waited_for) {
