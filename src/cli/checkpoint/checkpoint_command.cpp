@@ -146,13 +146,15 @@ void require_known_file(const std::filesystem::path& output) {
                   output.string()));
 }
 
+void require_folder_for_parts(const CheckpointOptions& options) {
+  const auto extension = std::filesystem::path(options.output).extension();
+  if (!options.shard_gb || (extension != ".safetensors" && extension != ".pt")) return;
+  throw UsageError(
+      fmt::format("--shard-gb: OUTPUT {} is one file; give a folder, or leave --shard-gb out", options.output));
+}
+
 int export_model(const CheckpointOptions& options) {
   const std::filesystem::path output = options.output;
-  const bool folder = output.extension() != ".safetensors" && output.extension() != ".pt";
-  if (options.shard_gb && !folder) {
-    throw UsageError(
-        fmt::format("--shard-gb: OUTPUT {} is one file; give a folder, or leave --shard-gb out", options.output));
-  }
   const CheckpointReader reader(options.path);
   require_outputs(options, reader);
   if (output.extension() == ".safetensors") {
@@ -224,6 +226,7 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
           },
           "maximum size of a file in an output folder, in units of 10^9 bytes")
       ->default_str(fmt::format("{}", default_shard_gb));
+  exports->parse_complete_callback([options] { require_folder_for_parts(*options); });
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
   reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();
