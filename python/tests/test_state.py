@@ -297,25 +297,66 @@ class SavesHalf(torch.nn.Linear):
         destination[prefix + "weight"] = destination[prefix + "weight"].half()
 
 
+class Quantised(torch.Tensor):
+    """A kind of tensor that few operators know."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.equal:
+            raise NotImplementedError("Quantised: torch.equal")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+# What hooks of state dicts make of a weight.
+HOOKS = {
+    "computes": lambda weight: weight + 100,
+    "copies": lambda weight: weight.clone(),
+    "widens": lambda weight: weight.double(),
+    "transposes": lambda weight: weight.t(),
+    "bits": lambda weight: weight.view(torch.int32 if weight.dtype == torch.float32 else torch.int16),
+    "lists": lambda weight: weight.clone().tolist(),
+    "thins": lambda weight: weight.to_sparse(),
+    "quantises": lambda weight: weight.clone().as_subclass(Quantised),
+    "moves": lambda weight: weight.to("meta"),
+}
+
+
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_PY07_fsdp_leaves_what_modules_put_into_their_state(transport):
     def make():
         torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(4, 4), SavesHalf(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
-
-        def merges(module, state, prefix, metadata):
-            state[prefix + "weight"] = state[prefix + "weight"] + 100
+        net = torch.nn.Sequential(SavesHalf(4, 4), torch.nn.BatchNorm1d(4), *[torch.nn.Linear(4, 4) for _ in HOOKS])
 
         def rounds(module, state, prefix, metadata):
             state[prefix + "running_mean"] = state[prefix + "running_mean"].round()
 
-        def copies(module, state, prefix, metadata):
-            state[prefix + "weight"] = state[prefix + "weight"].clone()
+        net[1].register_state_dict_post_hook(rounds)
+        for layer, change in zip(net[2:], HOOKS.values(), strict=True):
 
-        net[0].register_state_dict_post_hook(merges)
-        net[2].register_state_dict_post_hook(rounds)
-        net[3].register_state_dict_post_hook(copies)
+            def hook(module, state, prefix, metadata, change=change):
+                state[prefix + "weight"] = change(state[prefix + "weight"])
+
+            layer.register_state_dict_post_hook(hook)
         return net
+
+    numbers = {f"{number}.weight": name for number, name in enumerate(HOOKS, 2)}
+
+    def check(name, found, value, options):
+        kind = numbers.get(name)
+        if kind in ("lists", "moves"):
+            assert type(found) is type(value) and (kind == "lists" or found.is_meta)
+        elif kind == "bits" and options:
+            rounded = value.view(torch.float32).bfloat16()
+            assert found.dtype == torch.int16 and torch.equal(found.view(torch.bfloat16), rounded)
+        elif kind in ("computes", "transposes", "trims", "quantises") and options:  # of bfloat16, as parameters are
+            found, value = (one.as_subclass(torch.Tensor).float() for one in (found, value))
+            torch.testing.assert_close(found, value, rtol=1e-2, atol=1e-2)
+        elif kind == "thins":
+            torch.testing.assert_close(found.to_dense().to(value.dtype), value.to_dense(), rtol=1e-2, atol=1e-2)
+        elif kind == "quantises":
+            assert type(found) is Quantised and (found == value).all()
+        else:
+            assert found.dtype == value.dtype and torch.equal(found, value), name  # with all bits of the float32 copies
 
     def saves(rank):
         group = group_over(transport)
@@ -328,14 +369,12 @@ def test_PY07_fsdp_leaves_what_modules_put_into_their_state(transport):
             found, expected = model.state_dict(), make().state_dict()
             assert list(found) == list(expected)
             for name, value in expected.items():
-                if name in ("0.weight", "1.weight"):  # of bfloat16 where parameters are
-                    tolerance = {"rtol": 1e-2, "atol": 1e-2} if options else {}
-                    torch.testing.assert_close(found[name].to(value.dtype), value, **tolerance)
-                elif name == "2.running_mean":
+                if name == "1.running_mean":
                     assert torch.equal(found[name], found[name].round())
-                elif not name.startswith("2."):
-                    assert torch.equal(found[name], value), name  # with all bits of the float32 copies
-            assert found["1.weight"].dtype == torch.float16 and found["2.running_var"].dtype == torch.float32
+                elif "running" in name or "num_batches" in name:
+                    assert found[name].dtype == value.dtype
+                else:
+                    check(name, found[name], value, options)
 
     on_ranks(saves)
 

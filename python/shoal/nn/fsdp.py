@@ -34,7 +34,8 @@ class FullyShardedDataParallel(Wrapper):
     Parameters keep their names and identity, and may be read anywhere. Between steps their gradients are tensors without
     memory: use model.clip_grad_norm_(), and the optimizer above; torch.optim on model.parameters() is an error in its
     step(). state_dict() has the whole parameters, under the names of the unwrapped module; it is collective, and so is
-    load_state_dict() in that every rank must call it with the same values.
+    load_state_dict() in that every rank must call it with the same values. State-dict hooks of modules inside see values of
+    param_dtype: what they copy or convert has all bits in the state, what they compute has those of param_dtype.
 
     Options: sharding_strategy (PyTorch's enumeration or its names in lower case), sync_module_states as in PyTorch;
     param_dtype, reduce_dtype, buffer_dtype, shard_size, shard_by_parameter, ignored_modules, ignored_parameters (names),
@@ -191,10 +192,15 @@ def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefi
     for key in [key for key in state if key.startswith(inner)]:
         name = key[len(inner) :]
         value = state.pop(key)
-        own = places.get(_place_of(value)) if _has_place(value) else name
-        if own is None and name in whole and _copies(value, tensors[name], whole[name]):
-            own = name
-        state[prefix + name] = whole.get(own, value)
+        if _has_place(value):
+            own = places.get(_place_of(value))
+        else:
+            own = name if isinstance(value, torch.Tensor) and not _has_place(tensors.get(name)) else None
+        if own in whole:
+            value = whole[own]
+        elif name in whole and _converts(value, tensors[name], whole[name]):
+            value = whole[name].to(value.device, whole[name].dtype if value.dtype == tensors[name].dtype else value.dtype)
+        state[prefix + name] = value
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return
@@ -206,14 +212,19 @@ def _has_place(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+def _place_of(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]:
     """What a tensor and its detach() have in common."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _copies(value: torch.Tensor, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether the value is but a copy of the tensor, which may have less precision than the whole."""
-    return value.dtype == tensor.dtype and torch.equal(value, whole.to(value.dtype))
+def _converts(value: torch.Tensor, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether the value is but a copy of the tensor, which may have less precision than the whole, in any floating dtype."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta
+    if not plain or value.shape != whole.shape:
+        return False
+    if value.dtype != tensor.dtype and not (value.is_floating_point() and tensor.is_floating_point()):
+        return False
+    return torch.equal(value, whole.to(value.device, tensor.dtype).to(value.dtype))
 
 
 def _with_prefix(
