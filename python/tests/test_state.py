@@ -313,6 +313,7 @@ HOOKS = {
     "copies": lambda weight: weight.clone(),
     "widens": lambda weight: weight.double(),
     "transposes": lambda weight: weight.t(),
+    "trims": lambda weight: weight[:2],
     "bits": lambda weight: weight.view(torch.int32 if weight.dtype == torch.float32 else torch.int16),
     "lists": lambda weight: weight.clone().tolist(),
     "thins": lambda weight: weight.to_sparse(),
@@ -367,6 +368,10 @@ def test_PY07_fsdp_leaves_what_modules_put_into_their_state(transport):
             model(torch.arange(8.0).view(2, 4)).float().sum().backward()
             optimizer.step()  # which leaves each rank its own part of the values
             found, expected = model.state_dict(), make().state_dict()
+            torch.save({name: value for name, value in found.items() if type(value) is torch.Tensor}, io.BytesIO())
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(1)  # of which the state has nothing
             assert list(found) == list(expected)
             for name, value in expected.items():
                 if name == "1.running_mean":

@@ -187,6 +187,7 @@ def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefi
     tensors = dict([*wrapper._mirror.names(), *wrapper.module.named_buffers(remove_duplicate=False)])
     # By place: hooks of modules inside, as checkpoint_wrapper()'s, change names.
     places = {_place_of(tensor): name for name, tensor in tensors.items() if _has_place(tensor)}
+    storages = {storage for storage, *_ in places}
     whole = wrapper.full_state_dict()
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(inner)]:
@@ -200,6 +201,8 @@ def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefi
             value = whole[own]
         elif name in whole and _converts(value, tensors[name], whole[name]):
             value = whole[name].to(value.device, whole[name].dtype if value.dtype == tensors[name].dtype else value.dtype)
+        elif _has_place(value) and _place_of(value)[0] in storages:
+            value = value.clone()  # a view; all values of a state are copies
         state[prefix + name] = value
     versions = getattr(state, "_metadata", None)
     if versions is None:
