@@ -228,6 +228,14 @@ def test_PY02_fsdp_of_a_module_with_an_fsdp_inside_is_refused_and_names_the_poli
     on_ranks(nests)
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, value):
+        return value * 2
+
+    def right_inverse(self, value):
+        return value / 2
+
+
 @pytest.mark.parametrize("transport", ["host", "tcp"])
 def test_FSDP07_a_module_whose_parametrizations_were_removed_is_unwrapped(transport):
     from torch.nn.utils import parametrizations, parametrize
@@ -261,6 +269,17 @@ def test_FSDP07_a_module_whose_parametrizations_were_removed_is_unwrapped(transp
         assert list(net.state_dict()) == list(remove(make()).state_dict())
         net(x).sum().backward()
         assert net[0].weight.grad is not None
+        # With param_dtype the new values are of rounded ones.
+        for normed in (True, False):
+            net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+            if normed:
+                parametrizations.weight_norm(net[0])
+            else:
+                parametrize.register_parametrization(net[0], "weight", Doubled())
+            model = shoal.nn.FullyShardedDataParallel(net, group_over(transport), param_dtype=torch.bfloat16)
+            parametrize.remove_parametrizations(net[0], "weight")
+            with pytest.raises(shoal.UsageError, match="in torch.bfloat16, .*: call unwrap[(][)] first"):
+                model.unwrap()
 
     on_ranks(ends)
 

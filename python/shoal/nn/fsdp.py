@@ -158,9 +158,15 @@ class FullyShardedDataParallel(Wrapper):
 
     def unwrap(self) -> torch.nn.Module:
         """Restores the module for use without this wrapper and returns it. The module may have been changed, as by
-        remove_parametrizations(). Collective."""
-        with contextlib.suppress(_C.UsageError):  # that it has changed
+        remove_parametrizations(), but not with param_dtype, in which such changes compute. Collective."""
+        try:
             self._mirror.refresh()
+        except _C.UsageError as changed:
+            if self._param_dtype is not None:
+                raise _C.UsageError(
+                    f"FullyShardedDataParallel: {changed}. Its new values are computed of those in {self._param_dtype}, which "
+                    "lack bits: call unwrap() first, and change the module then (remove_parametrizations())"
+                ) from None
         self._core.unwrap()
         _wrappers.pop(self.module, None)
         return self.module
