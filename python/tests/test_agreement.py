@@ -416,17 +416,20 @@ def test_PY05_a_compiled_model_is_not_compiled_again_in_each_step():
     on_ranks(trains)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_PY05_gradients_that_are_set_by_hand_are_dropped_by_oss(strategy):
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "megatron", "fsdp"])
+def test_PY05_gradients_that_are_set_by_hand_are_dropped_by_the_optimizer(strategy):
     def trains(rank):
-        model, optimizer = STRATEGIES[strategy](models.make("gpt"), None, None)
-        parameters = list(model.module.parameters())
+        net = models.make("gpt")
+        model, optimizer = STRATEGIES[strategy](net, None, None)
+        parameters = list(net.parameters())
         x, y = models.batch("gpt", 0, 0)
         gradients = torch.autograd.grad(models.loss_of(model(x), y), parameters)
         for set_to_none in (False, True):
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+                parameter.grad = gradient.flatten()[:].view_as(gradient)  # a view, as of one flat tensor for all
+            parameters[0].grad = torch.autograd.grad(parameters[0].square().sum(), parameters[0], create_graph=True)[0]
             optimizer.zero_grad(set_to_none)
             assert all(one.grad is None if set_to_none else not one.grad.any() for one in parameters)
+            assert set_to_none or not parameters[0].grad.requires_grad
 
     on_ranks(trains)

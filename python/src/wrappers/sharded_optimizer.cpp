@@ -55,7 +55,12 @@ void zero_grad(ShardedOptimizerBase& optimizer, bool set_to_none) {
         gradient.reset();
       } else {
         const at::RecordFunctionGuard recorded(!is_watchable(gradient) && at::isRecordFunctionEnabled());
-        gradient.detach_().zero_();
+        if (gradient.grad_fn()) {
+          gradient.detach_();
+        } else {
+          gradient.requires_grad_(false);  // of a view, which cannot be detached in place
+        }
+        gradient.zero_();
       }
     }
   }
