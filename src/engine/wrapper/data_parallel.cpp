@@ -152,14 +152,17 @@ void DataParallelCore::before_forward() {
   if (state.tensors.trainable().empty()) return;  // no step: peers wait for nothing
   reducer.expect_backward();
   state.entered = true;
-  reducer.clock().mark(StepClock::forward_begins, reducer.step());
+  // Checkpoints compute a forward again within backward, and may stop it early.
+  if (!BackwardTracker::in_backward()) reducer.clock().mark(StepClock::forward_begins, reducer.step());
 }
 
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   const NormalMode outside;
   const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
   if (torch::GradMode::is_enabled()) state_->reducer->note_forward();
-  if (state_->entered) state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
+  if (state_->entered && !BackwardTracker::in_backward()) {
+    state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
+  }
   end_pass(torch::GradMode::is_enabled());
   if (!synchronises) return;
   state_->buffers.after_forward();

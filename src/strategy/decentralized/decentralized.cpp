@@ -34,14 +34,17 @@ DecentralizedDataParallelCore::~DecentralizedDataParallelCore() = default;
 void DecentralizedDataParallelCore::before_forward() {
   auto& state = *state_;
   if (state.tracker.phase() == BackwardTracker::Phase::running) state.give_up_step();
-  state.forward_range.emplace(at::RecordScope::USER_SCOPE);
-  if (state.forward_range->isActive()) state.forward_range->before("shoal::forward");
+  const bool again = BackwardTracker::in_backward();  // a checkpoint, which may stop it early
+  if (!again) {
+    state.forward_range.emplace(at::RecordScope::USER_SCOPE);
+    if (state.forward_range->isActive()) state.forward_range->before("shoal::forward");
+  }
   if (!torch::GradMode::is_enabled()) return;
   state.known.require_no_other();
   state.meet_changes();
   state.require_that_all_go_on(state.mixing.version() + 1);
   state.tracker.renew_hooks();
-  if (state.no_sync_depth == 0) state.clock.mark(StepClock::forward_begins, state.step);
+  if (state.no_sync_depth == 0 && !again) state.clock.mark(StepClock::forward_begins, state.step);
   for (const auto& entry : state.tensors.parameters) {
     const bool known = std::any_of(state.gradients.begin(), state.gradients.end(),
                                    [&](const Gradient& gradient) { return gradient.parameter.is_same(entry.tensor); });
@@ -56,7 +59,8 @@ void DecentralizedDataParallelCore::before_forward() {
 void DecentralizedDataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   state_->forward_range.reset();
   if (!torch::GradMode::is_enabled()) return;
-  if (state_->no_sync_depth == 0) state_->clock.mark(StepClock::forward_ends, state_->step);
+  const bool again = BackwardTracker::in_backward();
+  if (state_->no_sync_depth == 0 && !again) state_->clock.mark(StepClock::forward_ends, state_->step);
   state_->tracker.inspect(outputs);
 }
 

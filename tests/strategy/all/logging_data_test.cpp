@@ -38,7 +38,7 @@ struct SlowImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     if (fails) throw std::runtime_error("injected");
-    std::this_thread::sleep_for(forward_pause);
+    std::this_thread::sleep_for(pause);
     auto hidden = torch::tanh(first(frozen(x)));
     if (hidden.requires_grad()) {
       hidden.register_hook([](const at::Tensor&) { std::this_thread::sleep_for(backward_pause); });
@@ -46,6 +46,7 @@ struct SlowImpl : torch::nn::Module {
     return last(hidden);
   }
   bool fails = false;
+  std::chrono::milliseconds pause = forward_pause;
   torch::nn::Linear last{nullptr}, first{nullptr}, idle{nullptr}, frozen{nullptr};
 };
 
@@ -172,6 +173,22 @@ TEST(LoggingData, DDP17_a_step_that_was_given_up_does_not_count) {
   const auto data = parallel.logging_data();
   EXPECT_EQ(data.steps, 3);
   EXPECT_EQ(data.sampled_steps, 2);
+}
+
+TEST(LoggingData, DDP17_a_forward_that_backward_computes_again_is_not_the_steps_forward) {
+  auto model = std::make_shared<SlowImpl>();
+  DistributedDataParallel<SlowImpl> parallel(model, group(), {.find_unused_parameters = true});
+  const auto x = batch(group().rank(), 0);
+  const auto output = parallel.forward(x);
+  output.register_hook([&](const at::Tensor&) {
+    const at::AutoGradMode records(true);
+    model->pause = 20 * forward_pause;
+    parallel.forward(x);
+  });
+  mean_loss(output).backward();
+  const auto forward = parallel.logging_data().last.forward;
+  EXPECT_GE(forward, milliseconds(forward_pause));
+  EXPECT_LT(forward, milliseconds(20 * forward_pause));
 }
 
 TEST(LoggingData, DDP17_every_strategy_has_it) {
