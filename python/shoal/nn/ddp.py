@@ -120,7 +120,7 @@ class DistributedDataParallel(Wrapper):
         return sum(parameter._version for _, parameter in self._watched)
 
     def _digests(self) -> list[int]:
-        return [_C.digest(parameter.detach()) for _, parameter in self._watched]
+        return [_C.digest(parameter) for _, parameter in self._watched]
 
 
 def _advice(parameter: torch.Tensor) -> str:

@@ -4,6 +4,7 @@
 #include "engine/gradients/gradient_stand_in.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_values.h"
+#include "engine/wrapper/normal_mode.h"
 #include "shoal/group.h"
 #include "wrappers/calls.h"
 
@@ -84,7 +85,10 @@ void bind_wrappers(py::module_& module) {
              [](const std::string& call, const Group& group, const std::string& subject,
                 const std::vector<std::string>& items) { unlocked([&] { agree_as(call, group, subject, items); }); });
   module.def("is_watched", &is_watchable);
-  module.def("digest", [](const at::Tensor& tensor) { return unlocked([&] { return digest_of(tensor); }); });
+  module.def("digest", [](const at::Tensor& tensor) {
+    const NormalMode outside;
+    return unlocked([&] { return digest_of(tensor); });
+  });
   module.def("uncompiled", &call_uncompiled);
   py::class_<Scope>(module, "Scope").def("end", &Scope::end);
   bind_hooks(module);
