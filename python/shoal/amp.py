@@ -30,10 +30,10 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         gradients = optimizer._own_gradients()
-        if gradients is None:  # every rank has all of them
+        if gradients is None:  # every rank has all of them, alike but for what programs do to them
             found_on = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            _found_anywhere(optimizer, found_inf, inv_scale)
-            return found_on
+            found = torch.stack([found_inf, *[one.to(found_inf.device) for one in found_on.values()]]).amax(0)
+            return {**found_on, found.device: _found_anywhere(optimizer, found, inv_scale)}
         found = found_inf.clone()
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale)

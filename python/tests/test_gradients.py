@@ -303,6 +303,25 @@ def test_PY05_gradients_on_their_owners_are_zeroed_under_optimizers_that_take_th
     on_ranks(trains)
 
 
+def test_PY06_the_scaler_skips_a_step_of_oss_on_all_ranks_where_one_has_found_inf():
+    def trains(rank):
+        net = torch.nn.Linear(3, 1, bias=False)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        before = net.weight.detach().clone()
+        scaler = shoal.amp.GradScaler(init_scale=4.0)
+        scaler.scale(torch.ones(1))
+        for bad in range(2):  # in turn, since one of them owns the weight
+            net.weight.grad = torch.full((1, 3), float("inf") if rank == bad else 8.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert torch.equal(net.weight, before) and scaler.get_scale() == 1.0
+        net.weight.grad = torch.full((1, 3), 2.0)
+        scaler.step(optimizer)
+        torch.testing.assert_close(net.weight.detach(), before - 0.2)
+
+    on_ranks(trains)
+
+
 def test_PY06_the_scaler_refuses_gradients_set_by_hand_that_ranks_do_not_share():
     def trains(rank):
         net = torch.nn.Linear(3, 1, bias=False)
