@@ -297,6 +297,12 @@ TEST(Saver, BEY05_a_damaged_file_is_named_on_all_ranks_when_it_is_read) {
   expect_on_all_ranks<CheckpointError>([&] { on_all_ranks(group(), "read", [&] { reader.verify(); }); },
                                        {file, "damaged", "checksum"});
   EXPECT_NO_THROW(open_checkpoint(group(), folder / "run", /*verify=*/false).read("large"));
+  group().barrier().wait();
+  if (group().rank() == 0) {
+    std::fstream(folder / "run/step-1" / file, std::ios::in | std::ios::out | std::ios::binary) << "no header";
+  }
+  group().barrier().wait();
+  EXPECT_NO_THROW(open_checkpoint(group(), folder / "run")) << "files are opened when they are read";
   expect_on_all_ranks<CheckpointError>([&] { open_checkpoint(group(), folder / "nothing"); },
                                        {"no such file or folder; load_latest()", "begin anew"});
 }

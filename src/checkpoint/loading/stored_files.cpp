@@ -51,6 +51,8 @@ bool StoredFiles::has_checksums(const StoredTensor& tensor, const StoredSlice& s
 }
 
 void StoredFiles::check_records(int part, int parts) {
+  // A .pt file is the only one. Of several, each rank opens those that it reads.
+  if (index_.files.size() != 1) return;
   std::set<int64_t> seen;  // tensors may share a record
   std::vector<int64_t> bytes(static_cast<size_t>(parts));
   for (const auto& [name, tensor] : index_.tensors) {
