@@ -61,9 +61,10 @@ std::string QuantizeHook::name() const {
 PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
   const auto& group = bucket.group;
   const auto numel = bucket.gradients.numel();
+  if (numel == 0) return {};  // on every rank
   const int64_t rows = bucket.sum_for == SumFor::owner ? 1 : group.size();
   const auto columns = (numel + rows - 1) / rows;
-  const Int8Format format(columns, std::min(options_.block, std::max<int64_t>(columns, 1)));
+  const Int8Format format(columns, std::min(options_.block, columns));
   const auto wanted = memory_->residuals.add_to(bucket);
   const auto own = format.encode(in_rows(wanted, rows, format.columns()));
   if (memory_->residuals.on()) {

@@ -313,6 +313,19 @@ TEST(PostLocalSgd, BEY04_weights_hold_over_all_groups) {
   EXPECT_LT(difference(copies(*training.model), {-sum / weights}), 1e-12);
 }
 
+// As the carrier of a hook that leaves some buckets out.
+TEST(LossyHookFormats, DDP11_hooks_take_a_bucket_without_elements) {
+  for (const Hook& hook : {Hook(std::make_shared<QuantizeHook>()), Hook(std::make_shared<TopKHook>()),
+                           Hook(std::make_shared<CompressHook>(at::kBFloat16)), Hook(std::make_shared<SumHook>())}) {
+    for (const auto sum_for : {SumFor::everybody, SumFor::parts, SumFor::owner}) {
+      const auto none = at::empty({0});
+      auto pending = hook->begin({.group = group(), .sum_for = sum_for, .owner = 0, .gradients = none, .sum = none});
+      EXPECT_NO_THROW(pending.complete()) << hook->name();
+      if (pending.next_stage) EXPECT_NO_THROW(pending.next_stage().complete()) << hook->name();
+    }
+  }
+}
+
 TEST(LossyHookFormats, DDP11_wrong_options_are_refused) {
   EXPECT_THROW(TopKHook({.fraction = 0}), UsageError);
   EXPECT_THROW(TopKHook({.fraction = 1.5}), UsageError);
