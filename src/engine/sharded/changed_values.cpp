@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <functional>
 
 #include "engine/paging/operator_watch.h"
 #include "engine/wrapper/module_checks.h"
@@ -73,10 +72,12 @@ void agree_as(const std::string& call, const Group& group, const std::string& su
   for (const auto& item : items) {
     hash = add(hash, digest_of_bytes(reinterpret_cast<const uint8_t*>(item.data()), item.size()));
   }
-  std::vector<int64_t> all(static_cast<size_t>(group.size()));
-  auto received = at::from_blob(all.data(), {group.size()}, at::kLong);
-  group.all_gather(received, at::full({1}, static_cast<int64_t>(hash), at::kLong), {-1, -1, call}).wait();
-  if (std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) != all.end()) agree(group, subject, items);
+  const auto all = at::empty({group.size()}, at::kLong);  // a transport keeps it if this fails
+  group.all_gather(all, at::full({1}, static_cast<int64_t>(hash), at::kLong), {-1, -1, call}).wait();
+  const auto* hashes = all.const_data_ptr<int64_t>();
+  if (std::any_of(hashes, hashes + all.numel(), [&](int64_t one) { return one != hashes[0]; })) {
+    agree(group, subject, items);
+  }
 }
 
 }  // namespace shoal
