@@ -91,6 +91,9 @@ class CommunicationHook {
   // Restores the state. Call it on all ranks before the first step. Throws UsageError for a state that is not this
   // hook's.
   virtual void load_state(const State& state);
+  // False if buckets of this group are summed, in some steps, over a part of its ranks only, which then train apart. A
+  // hook that has a carrier asks it.
+  virtual bool sums_over_all(const Group&) const { return true; }
 };
 
 // Runs the strategy's own collective on tensors with the shapes of `gradients` and `sum`.
@@ -240,6 +243,7 @@ class PowerSgdHook : public CommunicationHook {
   ~PowerSgdHook() override;
   std::string name() const override;
   bool serves(SumFor sum_for) const override { return sum_for == SumFor::everybody; }
+  bool sums_over_all(const Group& group) const override { return carrier_->sums_over_all(group); }
   PendingExchange begin(const GradientBucket& bucket) override;
   void reset() override;
   State state() const override;
@@ -257,8 +261,9 @@ class PowerSgdHook : public CommunicationHook {
 // subgroups. Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020). Both
 // reductions go through `carrier`. Supports SumFor::everybody only.
 //
-// Not for OSS, which updates each parameter on one rank for all: by the gradients of that rank's subgroup alone. Under the
-// hybrid strategies of FullyShardedDataParallel, `local` has to lie within the ranks that have the same shard.
+// Not for OSS, unless `local` is all ranks: it updates each parameter on one rank for all, by the gradients of that rank's
+// subgroup alone. Under the hybrid strategies of FullyShardedDataParallel, `local` has to lie within the ranks that have
+// the same shard.
 //
 // With weights, the gradient of a subgroup is divided by the mean weight of all subgroups, so that the average over
 // subgroups is the exact weighted mean over all ranks.
@@ -270,6 +275,9 @@ class PostLocalSgdHook : public CommunicationHook {
   ~PostLocalSgdHook() override;
   std::string name() const override;
   bool serves(SumFor sum_for) const override { return sum_for == SumFor::everybody; }
+  bool sums_over_all(const Group& group) const override {
+    return local_.size() == group.size() && carrier_->sums_over_all(group);
+  }
   PendingExchange begin(const GradientBucket& bucket) override;
   void reset() override { carrier_->reset(); }
   State state() const override;

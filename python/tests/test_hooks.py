@@ -154,13 +154,22 @@ def test_PY05_pytorchs_own_averager_and_hook_run_on_the_backend():
 
 def test_PY05_post_local_sgd_is_refused_where_one_rank_updates_for_all():
     def trains(rank):
+        local_sgd = shoal.hooks.post_local_sgd_hook
         alone = [dist.new_group([one]) for one in range(2)][rank]
-        net = torch.nn.Linear(3, 1)
-        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
-        model = shoal.nn.DistributedDataParallel(net, communication_hook=shoal.hooks.post_local_sgd_hook(alone, 0))
-        model(torch.ones(2, 3)).sum().backward()
-        with pytest.raises(shoal.UsageError, match="a post_local_sgd_hook, by which groups of ranks train their own"):
-            optimizer.step()
+        carried = shoal.hooks.power_sgd_hook(carrier=local_sgd(alone, 0))
+        together = local_sgd(dist.new_group(), 0)
+        for hook in (local_sgd(alone, 0), carried, together):
+            net = torch.nn.Linear(3, 1)
+            optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+            model = shoal.nn.DistributedDataParallel(net, communication_hook=hook)
+            before = net.weight.detach().clone()
+            model(torch.full((1, 3), rank + 1.0)).sum().backward()
+            if hook is together:  # one group: every owner has the whole mean
+                optimizer.step()
+                torch.testing.assert_close(net.weight, before - 0.1 * 1.5)
+                continue
+            with pytest.raises(shoal.UsageError, match="a post_local_sgd_hook, by which groups of ranks train their own"):
+                optimizer.step()
 
     on_ranks(trains)
 

@@ -45,7 +45,7 @@ class OSS(ShardedOptimizer):
         if trains_apart(self._parameters()):
             raise _C.UsageError(
                 "OSS updates each parameter on one rank for all, and the model's DistributedDataParallel has a post_local_sgd_hook, "
-                "by which groups of ranks train their own: use an optimizer of torch.optim there"
+                "by which groups of ranks train their own: use an optimizer of torch.optim, or all ranks as its `local`"
             )
         loss = super()._update(closure)
         note_equal_values(self._parameters())

@@ -326,6 +326,16 @@ TEST(LossyHookFormats, DDP11_hooks_take_a_bucket_without_elements) {
   }
 }
 
+TEST(LossyHookFormats, DDP11_hooks_say_whether_groups_of_ranks_train_apart) {
+  const auto alone = std::make_shared<PostLocalSgdHook>(group().subgroup({group().rank()}), 1);
+  const bool one = group().size() == 1;
+  EXPECT_EQ(alone->sums_over_all(group()), one);
+  EXPECT_EQ(PowerSgdHook({}, alone).sums_over_all(group()), one);
+  EXPECT_EQ(PostLocalSgdHook(group(), 1, alone).sums_over_all(group()), one);
+  EXPECT_TRUE(PostLocalSgdHook(group(), 1).sums_over_all(group()));
+  EXPECT_TRUE(PowerSgdHook().sums_over_all(group()));
+}
+
 TEST(LossyHookFormats, DDP11_wrong_options_are_refused) {
   EXPECT_THROW(TopKHook({.fraction = 0}), UsageError);
   EXPECT_THROW(TopKHook({.fraction = 1.5}), UsageError);
