@@ -87,11 +87,20 @@ FullyShardedOptimizerOptions sharded_optimizer_options(const TrainingParts& part
 
 std::optional<at::ScalarType> reduce_dtype_of(const TrainingParts& parts) {
   if (!parts.values.flag("grad_reduce_in_fp32")) return std::nullopt;
-  const auto narrow = [](at::ScalarType dtype) { return c10::elementSize(dtype) < sizeof(float); };
-  const auto& compute = parts.options.precision.compute;
-  bool any = compute && narrow(*compute);
-  for (const auto& parameter : parts.module->parameters()) any = any || narrow(parameter.scalar_type());
-  return any ? std::optional(at::kFloat) : std::nullopt;
+  bool narrow = false;
+  bool wide = false;
+  for (const auto& parameter : parts.module->parameters()) {
+    if (!parameter.is_floating_point()) continue;
+    const auto bytes = c10::elementSize(parameter.scalar_type());
+    narrow = narrow || bytes < sizeof(float);
+    wide = wide || bytes > sizeof(float);
+  }
+  if (narrow && wide) {
+    throw StrategyOptionError("grad_reduce_in_fp32",
+                              ": the module has parameters of 16 and of 64 bits, and FSDP sums all gradients in one "
+                              "dtype: leave it out, or convert the module to one dtype");
+  }
+  return narrow ? std::optional(at::kFloat) : std::nullopt;
 }
 
 FsdpTraining::FsdpTraining(const TrainingParts& parts, const Group& group, ShardingStrategy sharding,

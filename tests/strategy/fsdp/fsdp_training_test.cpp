@@ -1,6 +1,6 @@
 // Results of training under FullyShardedDataParallel: dtypes, micro-batches, norms, state.
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 #include <torch/nn/module.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
@@ -8,6 +8,7 @@
 #include "shoal/ddp.h"
 #include "shoal/error.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
+#include "tests/support/refusal.h"
 #include "tests/support/training.h"
 
 namespace shoal::test::fsdp_training_test {
@@ -138,11 +139,18 @@ TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updat
 }
 
 TEST(Fsdp, FSDP05_sums_in_float32_are_for_gradients_of_16_bits) {
+  const auto make = [](std::shared_ptr<MlpImpl> model, bool fp32, const char* strategy = "fsdp") {
+    return Training<MlpImpl>::make<torch::optim::SGD>(strategy, std::move(model), group(), SGDOptions(0.1),
+                                                      {.fp32_gradients = fp32});
+  };
+  const auto mixed = seeded(3).ptr();
+  mixed->third->to(at::kBFloat16);
+  EXPECT_THAT(refusal([&] { make(mixed, true); }), testing::HasSubstr("parameters of 16 and of 64 bits"));
+  make(mixed, false);
   for (const auto* strategy : {"fsdp", "fsdp_no_shard"}) {
     std::vector<std::vector<at::Tensor>> results;
     for (const bool fp32 : {false, true}) {
-      auto training = Training<MlpImpl>::make<torch::optim::SGD>(strategy, seeded(3).ptr(), group(), SGDOptions(0.1),
-                                                                 {.fp32_gradients = fp32});
+      auto training = make(seeded(3).ptr(), fp32, strategy);
       for (int64_t step = 0; step < 2; ++step) {
         training.zero_grad();
         mean_loss(training.forward(batch(group().rank(), step))).backward();
