@@ -64,6 +64,27 @@ TEST(Step, one_that_broke_in_the_middle_of_backward_leaves_nothing_to_the_next) 
   EXPECT_EQ(training.reducer.step(), 2);
 }
 
+class FailsAtTheEnd : public AllReduce {
+ public:
+  using AllReduce::AllReduce;
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override {
+    auto sum = AllReduce::reduce(bucket, label);
+    if (label.step == 0) sum.finish = [] { throw std::runtime_error("injected"); };
+    return sum;
+  }
+};
+
+TEST(Step, one_whose_sums_fail_when_the_trailer_has_gone_is_no_success) {
+  Training training;
+  const auto a = at::ones({3}).set_requires_grad(true);
+  Reducer reducer({{"a", a}}, training.group, {}, std::make_unique<FailsAtTheEnd>(training.group, BucketCaps{}));
+  EXPECT_THROW((a * 2).sum().backward(), std::runtime_error);
+  EXPECT_FALSE(reducer.running());
+  a.mutable_grad().reset();
+  (a * 2).sum().backward();
+  EXPECT_TRUE(at::equal(a.grad(), at::full({3}, 2.0)));
+}
+
 TEST(Step, knows_from_its_buckets_what_is_ready) {
   Training training;
   BucketSet buckets(training.reducer.gradients(), training.group, training.reducer.reduction().plan());

@@ -39,13 +39,15 @@ void Reducer::finish_step() {
   if (step_->early) release_finished(/*all=*/true);
   const double weight = wait_for_buckets();
   clock_.mark(StepClock::all_back, steps_);
-  if (std::isnan(weight)) {
+  const auto own = step_->hook_error;
+  if (own) last_.hook_error = own;
+  // Without a hook, the trailer has gone before sums end: if one fails there, the other ranks do not know.
+  if (std::isnan(weight) || own) {
+    const auto failed = std::isnan(weight) ? who_failed() : "this rank";
     const auto text = fmt::format(
         "step {} was abandoned on all ranks, because {} failed in it; its gradients are invalid: call zero_grad() and "
         "continue with the next step",
-        steps_, who_failed());
-    const auto own = step_->hook_error;
-    if (own) last_.hook_error = own;
+        steps_, failed);
     close_abandoned_step();
     callbacks.after_abandoned();
     if (own) std::rethrow_exception(own);
