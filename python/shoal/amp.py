@@ -16,7 +16,9 @@ class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that also takes OSS and FullyShardedOptimizer, whose gradients lie on several ranks: each rank
     unscales what it owns, and all ranks skip a step together. For these, unscale_() is collective, and a DisagreeError if
     ranks have different scales: what they have summed is gradients of losses that were scaled differently. Where each rank
-    has an optimizer of torch.optim, scales are not compared: make and update the scaler alike on every rank.
+    has an optimizer of torch.optim, scales are not compared: make and update the scaler alike on every rank. With
+    shoal.Elastic, call unscale_() of a sharded optimizer in `prepare`: the second function, in which step() of the scaler would call
+    it, may not communicate.
 
     DistributedOptimizer has a scaler of its own: its option `scaler`, and scale_loss().
     """
