@@ -158,6 +158,16 @@ std::vector<std::string> LocalUpdates::State::rates() const {
   return lines;
 }
 
+void LocalUpdates::State::require_equal_rates() const {
+  std::vector<double> values;
+  for (const auto& param_group : optimizer.param_groups()) values.push_back(param_group.options().get_lr());
+  const auto own = at::tensor(values, at::kDouble);
+  const auto most = at::stack({own, -own});
+  group.all_reduce(most, ReduceOp::max, {steps, -1, "learning rates"}).wait();
+  if (at::allclose(most[0], -most[1], /*rtol=*/1e-9, /*atol=*/0)) return;
+  agree(group, "learning rates of LocalUpdates with SlowMo (change them alike on every rank)", rates());
+}
+
 LocalUpdates::LocalUpdates(std::shared_ptr<torch::nn::Module> module, torch::optim::Optimizer& optimizer,
                            const Group& group, const LocalUpdatesOptions& options) {
   options.validate();

@@ -130,7 +130,7 @@ void State::exchange() {
   const auto step = steps - options.warmup_steps;
   const auto due = [step](const Fragment& fragment) { return fragment.due(step); };
   if (std::holds_alternative<SlowMo>(options.outer) && std::any_of(fragments.begin(), fragments.end(), due)) {
-    agree(group, "learning rates of LocalUpdates with SlowMo (change them alike on every rank)", rates());
+    require_equal_rates();
   }
   for (size_t i = 0; i < fragments.size(); ++i) {
     if (!fragments[i].due(step)) continue;

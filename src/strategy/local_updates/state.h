@@ -42,6 +42,8 @@ struct LocalUpdates::State {
   bool exchange_due() const;
   // With SlowMo, whose update of theta uses them: one line per param group.
   std::vector<std::string> rates() const;
+  // DisagreeError if they differ, but for their last digits. Collective.
+  void require_equal_rates() const;
   void exchange();
   void apply_exchange();
   // See state_dict(); the tensors are this object's own and valid until the next step. in_flight: whether exchanges in

@@ -354,9 +354,14 @@ TEST(LocalUpdatesUse, BEY22_rates_that_ranks_change_apart_are_named_where_slow_m
   step(0);
   test::lower_rates(*optimizer);
   step(1);  // alike
-  if (group().rank() == 1) test::lower_rates(*optimizer);
+  const auto set = [&](double rate) { optimizer->param_groups()[0].options().set_lr(rate); };
+  constexpr double halfway = 0.1234567890125;  // of 12 digits
+  set(group().rank() == 1 ? std::nextafter(halfway, 1) : std::nextafter(halfway, 0));
   step(2);
-  EXPECT_THAT(refusal<DisagreeError>([&] { step(3); }),
+  step(3);  // but for the last bits
+  if (group().rank() == 1) test::lower_rates(*optimizer);
+  step(4);
+  EXPECT_THAT(refusal<DisagreeError>([&] { step(5); }),
               testing::AllOf(HasSubstr("learning rates of LocalUpdates with SlowMo"), HasSubstr("rank 1 has")));
 }
 
