@@ -141,7 +141,8 @@ TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updat
 TEST(Fsdp, FSDP05_sums_in_float32_are_for_gradients_of_16_bits) {
   const auto make = [](std::shared_ptr<MlpImpl> model, bool fp32, const char* strategy = "fsdp") {
     return Training<MlpImpl>::make<torch::optim::SGD>(strategy, std::move(model), group(), SGDOptions(0.1),
-                                                      {.fp32_gradients = fp32});
+                                                      {.precision = Precision::bf16_mixed(),  // leaves float64 alone
+                                                       .fp32_gradients = fp32});
   };
   const auto mixed = seeded(3).ptr();
   mixed->third->to(at::kBFloat16);
