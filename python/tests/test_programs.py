@@ -275,6 +275,27 @@ def test_PY05_sharpness_aware_training_ascends_by_gradients_of_each_rank(begins)
     on_ranks(trains)
 
 
+def test_PY05_sharpness_aware_training_under_fsdp_is_an_error_on_all_ranks():
+    def trains(rank):
+        for transport in ("host", "tcp"):
+            torch.manual_seed(1)
+            net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+            model = shoal.nn.FullyShardedDataParallel(net, group_over(transport))
+            optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+            with model.no_sync():
+                gradients = torch.autograd.grad(model(x).square().mean(), list(net.parameters()), retain_graph=True)
+                model(x).square().mean().backward()
+            with torch.no_grad():
+                for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                    parameter.add_(gradient, alpha=0.5)
+            with pytest.raises(shoal.DisagreeError, match="loaded or written"):
+                model(x)
+            del model, optimizer
+
+    on_ranks(trains)
+
+
 class WithOwn(torch.nn.Module):
     """With a parameter and buffers of each rank."""
 

@@ -4,6 +4,9 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <iterator>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "engine/paging/operator_watch.h"
@@ -31,6 +34,25 @@ std::vector<ChangedValue> DataParallelCore::State::changed_values() const {
     values.push_back({entry.name, digest_of(entry.tensor), /*frozen=*/!entry.tensor.requires_grad()});
   }
   return values;
+}
+
+// What earlier forwards of the step have replaced counts as it was before them.
+void DataParallelCore::State::note_changed_before_micro_batch() {
+  auto now = changed_values();
+  if (const auto& former = under_no_sync.changed) {
+    std::set<std::string> left;
+    for (size_t i = 0; i < after_micro_batch.parameters().size(); ++i) {
+      if (!after_micro_batch.replaced(i)) left.insert(tensors.parameters[i].name);
+    }
+    const auto as_left = [&](const ChangedValue& value) { return left.contains(value.name); };
+    std::erase_if(now, as_left);
+    std::copy_if(former->begin(), former->end(), std::back_inserter(now), as_left);
+  }
+  under_no_sync.changed = std::move(now);
+}
+
+void DataParallelCore::State::note_memory_after_micro_batch() {
+  if (under_no_sync.changed && !under_no_sync.backward) after_micro_batch = ParameterWatch(watch.parameters());
 }
 
 // Micro-batches may have left gradients of what is frozen now on some ranks: the next step reduces those, too.
@@ -87,7 +109,7 @@ void DataParallelCore::adopt_changes(bool training) {
   if (!training) return;
   auto& under_no_sync = state.under_no_sync;
   if (state.no_sync_depth > 0) {
-    if (!under_no_sync.backward) under_no_sync.changed = state.changed_values();
+    if (!under_no_sync.backward) state.note_changed_before_micro_batch();
     return;
   }
   auto noted = std::exchange(under_no_sync.changed, std::nullopt);

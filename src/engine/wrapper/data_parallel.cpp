@@ -159,7 +159,10 @@ void DataParallelCore::before_forward() {
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   const NormalMode outside;
   const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
-  if (torch::GradMode::is_enabled()) state_->reducer->note_forward();
+  if (torch::GradMode::is_enabled()) {
+    state_->reducer->note_forward();
+    if (state_->no_sync_depth > 0) state_->note_memory_after_micro_batch();
+  }
   if (state_->entered && !BackwardTracker::in_backward()) {
     state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
   }

@@ -38,12 +38,15 @@ struct DataParallelCore::State {
   std::optional<double> share{};                 // see ReducerCallbacks
   LoggingData::Settings settings{};              // for logging
   int no_sync_depth = 0;
-  bool entered = false;  // the running or last forward has entered a step that other ranks wait for
+  bool entered = false;                // the running or last forward has entered a step that other ranks wait for
+  ParameterWatch after_micro_batch{};  // parameters as the last forward under no_sync has left them
 
   // Parameters whose memory was replaced since the last check. Where a step begins with a backward under no_sync, ranks compare
-  // those from before its forward: other ranks may have no such micro-batch. Its forward may replace memory, and after the
+  // those from before its forwards: other ranks may have no such micro-batch. Its forwards may replace memory, and after the
   // backward the program may change values by gradients of this rank, as sharpness-aware training does.
   std::vector<ChangedValue> changed_values() const;
+  void note_changed_before_micro_batch();
+  void note_memory_after_micro_batch();
   // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;
   // UsageError that names what keeps the present group. For Elastic.

@@ -95,15 +95,7 @@ void FullyShardedCore::adopt_changes(bool training) {
   auto& module = *shards_->module;
   if (training) module.require_kinds();
   const bool converts = shards_->options.param_dtype && (shards_->pager || module.any_other_dtype());
-  bool collective = training ? state().no_sync_depth == 0 : converts;
-  if (training) {
-    auto& written = shards_->written_before_micro_batches;
-    auto& under_no_sync = state().under_no_sync;
-    if (!collective && !under_no_sync.backward) written = module.is_written();
-    // What only this rank's micro-batches have changed, the optimizer's step adopts, when other ranks have changed it, too.
-    if (collective && std::exchange(under_no_sync.backward, false)) collective = written.value_or(true);
-    if (state().no_sync_depth == 0) written.reset();
-  }
+  const bool collective = training ? state().no_sync_depth == 0 : converts;
   if (collective) module.adopt_changes({step(), -1, "replaced parameters"});
 }
 

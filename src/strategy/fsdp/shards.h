@@ -49,9 +49,8 @@ struct FullyShardedCore::Shards {
     std::vector<at::Tensor> grads{};   // former grad(), by gradient of the reducer
   };
   std::optional<Hold> hold{};
-  std::optional<bool> written_before_micro_batches{};  // parameters, before the first forward under no_sync
-  bool computes_shares = false;                        // Elastic computes one share of the batch after the other
-  int defer_depth = 0;                                 // nesting depth of defer_all_reduce scopes
+  bool computes_shares = false;  // Elastic computes one share of the batch after the other
+  int defer_depth = 0;           // nesting depth of defer_all_reduce scopes
   // Buffers and their original dtypes; empty: buffers were not converted.
   std::vector<std::pair<at::Tensor, at::ScalarType>> buffer_dtypes{};
 
