@@ -226,7 +226,10 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
           },
           "maximum size of a file in an output folder, in units of 10^9 bytes")
       ->default_str(fmt::format("{}", default_shard_gb));
-  exports->parse_complete_callback([options] { require_folder_for_parts(*options); });
+  exports->callback([options, &chosen] {
+    require_folder_for_parts(*options);
+    chosen = [options] { return export_model(*options); };
+  });
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
   reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();
