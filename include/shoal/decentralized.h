@@ -214,9 +214,9 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped.
 // Reading it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward if
 // gradients of only some parameters were zeroed or dropped (check_gradients() sees that before a zero_grad() of all hides
-// it). Tensor hooks of parameters see gradients and may modify them. Values published after step k = 1, 2, ... are averaged in step k + 1 with the weights of round k, modulo
-// the topology's number of rounds. The first step therefore averages nothing and takes round 0, and an exchange overlaps
-// with a whole step. Parameters
+// it). Tensor hooks of parameters see gradients and may modify them. Values published after step k = 1, 2, ... are
+// averaged in step k + 1 with the weights of round k, modulo the topology's number of rounds. The first step therefore
+// averages nothing and takes round 0, and an exchange overlaps with a whole step. Parameters
 // that a step does not use are averaged and not updated. Ranks may use different modules. A parameter that backward
 // reaches several times is updated after the last time (learned in the first step; it is a UsageError if the number
 // grows later).

@@ -50,9 +50,8 @@ void GradScalerOptions::validate() const {
 std::string describe(const std::optional<GradScalerOptions>& scaler) {
   if (!scaler) return "no scaler";
   return fmt::format(
-      "scaler with initial_scale {}, dynamic {}, growth_factor {}, backoff_factor {}, growth_interval {}, hysteresis "
-      "{}, "
-      "min_scale {}",
+      "scaler with initial_scale {}, dynamic {}, growth_factor {}, backoff_factor {}, growth_interval {}, "
+      "hysteresis {}, min_scale {}",
       scaler->initial_scale, scaler->dynamic, scaler->growth_factor, scaler->backoff_factor, scaler->growth_interval,
       scaler->hysteresis, scaler->min_scale);
 }

@@ -13,5 +13,6 @@ inline std::vector<char*> pointers_to(const std::vector<std::string>& words) {
   list.push_back(nullptr);
   return list;
 }
+std::vector<char*> pointers_to(std::vector<std::string>&&) = delete;
 
 }  // namespace shoal::test

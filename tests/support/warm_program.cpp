@@ -56,7 +56,8 @@ class WarmProgram {
     variables.push_back("LD_PRELOAD=" + library_);
     variables.push_back(std::string(warm_requests) + "=" + std::to_string(ends[1]));
     const auto environment = pointers_to(variables);
-    const auto arguments = pointers_to({program_});
+    const Words line{program_};
+    const auto arguments = pointers_to(line);
     if (fork() == 0) {
       fcntl(ends[1], F_SETFD, 0);
       execve(program_.c_str(), arguments.data(), environment.data());
@@ -67,19 +68,13 @@ class WarmProgram {
   }
 
   bool send(const std::string& text, int output) const {
-    iovec data{const_cast<char*>(text.data()), text.size()};
-    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-    msghdr message{};
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    auto* rights = CMSG_FIRSTHDR(&message);
+    MessageWithDescriptor message(const_cast<char*>(text.data()), text.size());
+    auto* rights = CMSG_FIRSTHDR(&message.header);
     rights->cmsg_level = SOL_SOCKET;
     rights->cmsg_type = SCM_RIGHTS;
     rights->cmsg_len = CMSG_LEN(sizeof output);
     std::memcpy(CMSG_DATA(rights), &output, sizeof output);
-    return sendmsg(requests_, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(text.size());
+    return sendmsg(requests_, &message.header, MSG_NOSIGNAL) == static_cast<ssize_t>(text.size());
   }
 
   std::string program_;

@@ -2,8 +2,10 @@
 // The command-line program, started from a copy of a process that has loaded its libraries: to load libtorch takes 0.2 s of
 // processor time, which is most of what many commands take.
 
+#include <sys/socket.h>
 #include <sys/types.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,6 +17,22 @@ namespace shoal::test {
 inline constexpr const char* warm_requests = "SHOAL_TEST_WARM_REQUESTS";  // the descriptor of the requests
 inline constexpr const char* end_of_list = "\n";
 inline constexpr size_t most_request_bytes = 1 << 16;
+
+// A message with room for one descriptor beside its text, as the system wants it.
+struct MessageWithDescriptor {
+  MessageWithDescriptor(char* text, size_t size) : data{text, size} {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+  }
+  MessageWithDescriptor(const MessageWithDescriptor&) = delete;
+  MessageWithDescriptor& operator=(const MessageWithDescriptor&) = delete;
+
+  iovec data;
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+};
 
 // Starts `program` in this way from now on. library: what is preloaded for it (warm_start.cpp).
 void warm_up(const std::string& program, const std::string& library);

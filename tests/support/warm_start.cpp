@@ -34,15 +34,9 @@ pid_t fork_sibling() {
 
 // Reads a request into `text`; its size, 0 at the end of the test. output: where the program writes.
 size_t receive(int requests, std::array<char, most_request_bytes>& text, int& output) {
-  iovec data{text.data(), text.size()};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  const auto size = recvmsg(requests, &message, MSG_CMSG_CLOEXEC);
-  const auto* rights = CMSG_FIRSTHDR(&message);
+  MessageWithDescriptor message(text.data(), text.size());
+  const auto size = recvmsg(requests, &message.header, MSG_CMSG_CLOEXEC);
+  const auto* rights = CMSG_FIRSTHDR(&message.header);
   if (size <= 0 || rights == nullptr) return 0;
   std::memcpy(&output, CMSG_DATA(rights), sizeof output);
   return static_cast<size_t>(size);

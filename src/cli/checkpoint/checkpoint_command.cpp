@@ -199,7 +199,10 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
                     "Hugging Face folder")
         ->required();
     sub->add_option("--json", options->json, "write the result as JSON to this file; - is standard output");
-    sub->callback([options, act, &chosen] { chosen = [options, act] { return act(*options); }; });
+    sub->callback([options, act, &chosen] {
+      require_folder_for_parts(*options);
+      chosen = [options, act] { return act(*options); };
+    });
     return sub;
   };
   add("inspect", "tensors, shapes, files, state; reads no values", inspect);
@@ -226,10 +229,6 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
           },
           "maximum size of a file in an output folder, in units of 10^9 bytes")
       ->default_str(fmt::format("{}", default_shard_gb));
-  exports->callback([options, &chosen] {
-    require_folder_for_parts(*options);
-    chosen = [options] { return export_model(*options); };
-  });
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
   reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();
