@@ -200,7 +200,7 @@ struct ElasticOptions {
 // - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors or
 //   give and take, or begins anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
 // A newcomer that does not fit the job (model, optimizer and its options but for numbers, transport, wrapper's options, sampler) gets a
-// UsageError that lists what differs, and so does one of a job that cannot be joined: OSS over sockets,
+// UsageError that lists what differs, and so does one of a job that cannot be joined: shards of each host over sockets,
 // optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice
 // it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
 // whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again; one that is
@@ -213,20 +213,20 @@ struct ElasticOptions {
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds; with straggler_seconds it is
 // killed before, and `shoal launch --max-restarts` starts another one in its place.
 //
-// All ranks compute on the CPU, over shared memory or tcp or Gloo; over shared memory alone with OSS, hybrid shards,
-// ShardGossipOptimizer, and DistributedOptimizer with shard_within_host. They run on one host; or on several, so
-// that a host may be lost with all of its ranks. Each host has all of the state with an optimizer that is whole on
-// each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS
-// over world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and
-// shard_within_host. After a death, hosts with more ranks than the smallest have some that own no shards. With
-// full_shard or shard_grad_op of FullyShardedDataParallel, which no host may be able to hold, and with
-// DistributedOptimizer without shard_within_host, each shard has a second owner on another host, which makes the
-// same updates; if both end before shards are divided anew, the job is lost. Reading parameters of
-// FullyShardedDataParallel communicates there: do it in together(). Those of DistributedOptimizer come to all ranks
-// behind the second function of step(): using them in it behind the optimizer's step() is a UsageError. Hosts agree
-// through the job's store: if it is lost, the job is (JobLost). So let the launcher of node 0 hold it (`shoal launch
-// --nnodes`): otherwise rank 0 does, and must live. There ranks and hosts join, and straggler_seconds kills, under
-// launchers that were started with --elastic MIN:MAX.
+// All ranks compute on the CPU, over shared memory or tcp or Gloo; over shared memory alone with OSS by host, hybrid
+// shards, ShardGossipOptimizer, and DistributedOptimizer with shard_within_host. They run on one host; or on several,
+// so that a host may be lost with all of its ranks. Each host has all of the state with an optimizer that is whole on
+// each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS over
+// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host. After
+// a death, hosts with more ranks than the smallest have some that own no shards. With full_shard or shard_grad_op of
+// FullyShardedDataParallel, which no host may be able to hold, with DistributedOptimizer without shard_within_host, and
+// with OSS over world.group(), each shard has a second owner on another host, which makes the same updates; if both end
+// before shards are divided anew, the job is lost. Reading parameters of FullyShardedDataParallel communicates there:
+// do it in together(). Those of DistributedOptimizer and OSS come to all ranks behind the second function of step():
+// using them in it behind the optimizer's step() is a UsageError on all ranks. Hosts agree through the job's store: if
+// it is lost, the job is (JobLost). So let the launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0
+// does, and must live. There ranks and hosts join, and straggler_seconds kills, under launchers that were started with
+// --elastic MIN:MAX.
 //
 // Errors: UsageError at construction names what is not supported (other strategies, several model chunks, parameters that ranks do not share,
 // OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.

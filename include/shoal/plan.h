@@ -67,8 +67,8 @@ struct PlanOptions {
   std::vector<std::string> strategies{};
   // Hosts of equally many ranks. Only hybrid divides ranks by host, and its hosts use their host transports.
   int hosts = 1;
-  // The ranks are those of an elastic job (shoal/elastic.h). Under fsdp and megatron, where they do not share memory, each shard then
-  // has a second owner on another host.
+  // The ranks are those of an elastic job (shoal/elastic.h). Under zero1, zero2, megatron and fsdp, where they do not share memory, each
+  // shard then has a second owner on another host.
   bool elastic = false;
   // The ranks are on one host and use its host transport: sharded strategies then hold one copy of the parameters for
   // all of them.

@@ -88,8 +88,14 @@ class OSSCore : public ShardedOptimizerBase {
   // For Elastic. everybody: the ranks of the job. They are those of the optimizer's group, or those of several hosts, equally
   // many of each, and the group has those of this host. UsageError that names what cannot outlive a rank.
   void require_regroupable(const Group& everybody);
+  // Whether ranks of other hosts own other parameters.
+  bool shards_over_all() const;
+  // Whether ranks of this group would share no parameters, so that each one has a second owner.
+  bool is_apart_over(const Group& everybody) const;
+  // Whether a rank updates the parameter.
+  bool has_owner(const at::Tensor& parameter) const;
   // Goes on in another group, or in that of its ranks on this host, with the parameters and the state of the former one, all of
-  // whose guarded steps are complete, after `step` steps. If it fails, it may be called again with a further group. Collective
+  // whose steps are complete, after `step` steps. If it fails, it may be called again with a further group. Collective
   // over `group`.
   void regroup(const Group& group, int64_t step);
 
@@ -193,6 +199,10 @@ class ShardedDataParallelCore : public DataParallelCore {
   void require_regroupable(const torch::optim::Optimizer& optimizer) const;
   // Goes on in the group of its optimizer, after `step` synchronising steps. The caller has dropped gradients. Collective.
   void regroup(int64_t step);
+  // UsageError that names what does not go together with second owners of parameters.
+  void require_second_owners() const;
+  // Where its optimizer's parameters have second owners, they get sums of gradients from now on. Not collective.
+  void send_to_second_owners();
 
  protected:
   void prepare() override;

@@ -82,9 +82,9 @@ class Elastic:
     On several hosts, each of which has all of the state, and with `shoal launch --nnodes`, whose launcher of node 0 holds the store:
     an optimizer that is whole on each rank, LocalUpdates, hybrid_shard, OSS over shoal.distributed.host_groups()[0], or
     DistributedOptimizer with shard_within_host. With --elastic MIN:MAX, ranks and hosts may join there (`shoal launch --join`).
-    FullyShardedDataParallel and DistributedOptimizer over all ranks of several hosts have two owners of each shard on different
-    hosts; ranks and hosts may join there. FSDP's parameters are read within together(). Those of a DistributedOptimizer come to
-    all ranks behind `update`, within step(): to use them there behind the optimizer's step() is a UsageError.
+    FullyShardedDataParallel, DistributedOptimizer and OSS over all ranks of several hosts have two owners of each shard on different
+    hosts; ranks and hosts may join there. FSDP's parameters are read within together(). Those of the others come to all ranks behind
+    `update`, within step(): to use them there behind the optimizer's step() is a UsageError on all ranks.
 
     UsageError names what is not supported: other wrappers, models on a GPU. The C++ class of this name says more. Collective, in a newcomer with the ranks that it comes to. For one thread.
     """

@@ -96,7 +96,8 @@ def test_ELA01_a_rank_of_a_python_program_dies(strategy, victim, where, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("strategy", "victim", "where"), [("fsdp", 0, "backward"), ("fsdp", 1, "update"), ("megatron", 0, "updated")]
+    ("strategy", "victim", "where"),
+    [("fsdp", 0, "backward"), ("fsdp", 1, "update"), ("megatron", 0, "updated"), ("zero1", 1, "updated")],
 )
 def test_ELA04_shards_over_sockets_have_second_owners(strategy, victim, where):
     def run(rank):

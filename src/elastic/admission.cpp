@@ -98,7 +98,7 @@ std::vector<at::Tensor> Admission::plain_tensors(bool with_shards) const {
   for (const auto& entry : tensors.buffers) list.push_back(entry.tensor);
   std::set<const c10::TensorImpl*> divided;
   if (!with_shards) {
-    for (const auto& gradient : parts_.reducer()->gradients()) divided.insert(gradient.parameter.unsafeGetTensorImpl());
+    for (const auto& parameter : parts_.divided()) divided.insert(parameter.unsafeGetTensorImpl());
   }
   for (const auto& entry : tensors.parameters) {
     if (!divided.contains(entry.tensor.unsafeGetTensorImpl())) list.push_back(entry.tensor);

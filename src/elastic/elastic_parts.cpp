@@ -47,41 +47,6 @@ class Wrapped : public ElasticParts {
   torch::optim::Optimizer& optimizer_;
 };
 
-// An optimizer that is whole on each rank, or OSS.
-class WithDDP : public Wrapped {
- public:
-  WithDDP(const World& world, DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
-      : Wrapped(parallel, optimizer, oss), parallel_(parallel), oss_(oss) {
-    parallel.require_regroupable();
-    parallel.check_optimizer(optimizer, "Elastic");
-    if (oss_ != nullptr) oss_->require_regroupable(world.group());
-  }
-  void regroup(const Group& group, int64_t step) override {
-    if (oss_ != nullptr) oss_->regroup(group, step);
-    parallel_.regroup(group, step, oss_ != nullptr);
-  }
-
- private:
-  DistributedDataParallelCore& parallel_;
-  OSSCore* oss_;
-};
-
-class WithShardedDDP : public Wrapped {
- public:
-  WithShardedDDP(const World& world, ShardedDataParallelCore& parallel, OSSCore& oss)
-      : Wrapped(parallel, oss, &oss), parallel_(parallel), oss_(oss) {
-    oss.require_regroupable(world.group());
-  }
-  void regroup(const Group& group, int64_t step) override {
-    oss_.regroup(group, step);
-    parallel_.regroup(step);
-  }
-
- private:
-  ShardedDataParallelCore& parallel_;
-  OSSCore& oss_;
-};
-
 // Whether no two owners of a shard are among these ranks.
 bool owners_are_left(const ShardedOptimizerBase& optimizer, const std::vector<int>& ranks) {
   if (!optimizer.has_second_owners()) return true;
@@ -89,6 +54,74 @@ bool owners_are_left(const ShardedOptimizerBase& optimizer, const std::vector<in
   const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
   return std::none_of(ranks.begin(), ranks.end(), [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
 }
+
+// OSS, or an optimizer that is whole on each rank (nullptr).
+class WithOSS : public Wrapped {
+ public:
+  WithOSS(DataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
+      : Wrapped(parallel, optimizer, oss), oss_(oss) {}
+  bool shards_over_sockets() const override { return oss_ != nullptr && oss_->shards_over_all(); }
+  bool gives_shards(const Group& group) const override {
+    return oss_ != nullptr && (oss_->has_second_owners() || oss_->is_apart_over(group));
+  }
+  void come_without_shards() override { oss_->come_without_shards(); }
+  std::vector<at::Tensor> divided() const override {
+    auto list = module().parameters();
+    std::erase_if(list, [this](const at::Tensor& parameter) { return !oss_->has_owner(parameter); });
+    return list;
+  }
+  bool can_spare(const std::vector<int>& ranks) const override {
+    return oss_ == nullptr || owners_are_left(*oss_, ranks);
+  }
+
+ protected:
+  OSSCore* oss() const { return oss_; }
+
+ private:
+  OSSCore* oss_;
+};
+
+class WithDDP : public WithOSS {
+ public:
+  WithDDP(const World& world, DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
+      : WithOSS(parallel, optimizer, oss), parallel_(parallel) {
+    parallel.require_regroupable();
+    parallel.check_optimizer(optimizer, "Elastic");
+    if (oss != nullptr) oss->require_regroupable(world.group());
+  }
+  void regroup(const Group& group, int64_t step) override {
+    if (oss() != nullptr) oss()->regroup(group, step);
+    parallel_.regroup(group, step, oss() != nullptr);
+  }
+
+ private:
+  DistributedDataParallelCore& parallel_;
+};
+
+class WithShardedDDP : public WithOSS {
+ public:
+  WithShardedDDP(const World& world, ShardedDataParallelCore& parallel, OSSCore& oss)
+      : WithOSS(parallel, oss, &oss), parallel_(parallel) {
+    oss.require_regroupable(world.group());
+    require_second_owners(world.group());
+  }
+  void guard() override {
+    Wrapped::guard();
+    parallel_.send_to_second_owners();
+  }
+  void regroup(const Group& group, int64_t step) override {
+    require_second_owners(group);  // which the ranks before may not have needed
+    oss()->regroup(group, step);
+    parallel_.regroup(step);
+  }
+
+ private:
+  void require_second_owners(const Group& group) const {
+    if (oss()->is_apart_over(group)) parallel_.require_second_owners();
+  }
+
+  ShardedDataParallelCore& parallel_;
+};
 
 class WithFSDP : public Wrapped {
  public:
@@ -198,6 +231,12 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
 
 ElasticParts::~ElasticParts() {
   if (sharded_ != nullptr) sharded_->unguard();
+}
+
+std::vector<at::Tensor> ElasticParts::divided() const {
+  std::vector<at::Tensor> list;
+  for (const auto& gradient : reducer()->gradients()) list.push_back(gradient.parameter);
+  return list;
 }
 
 void ElasticParts::guard() {

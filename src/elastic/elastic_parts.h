@@ -58,6 +58,8 @@ class ElasticParts {
   virtual bool gives_shards(const Group& /*group*/) const { return false; }
   // In such a rank, before that: its own are not the job's.
   virtual void come_without_shards() {}
+  // The parameters that are among these shards.
+  virtual std::vector<at::Tensor> divided() const;
   // Whether the others have all shards without these ranks of the present group.
   virtual bool can_spare(const std::vector<int>& /*ranks*/) const { return true; }
   // Why processes cannot join this training; empty: they can.

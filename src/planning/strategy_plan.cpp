@@ -85,8 +85,9 @@ class Planner {
     const auto& arrived = planned_.arrival;
     plan_.first_step = wrapped_step(registered, make_hook(compress()));
     plan_.plain_step = wrapped_step(arrived, make_hook(compress()));
-    plan_.per_step = wrapped_step(arrived, make_started_hook(compress()));
+    plan_.per_step = wrapped_step(arrived, make_started_hook(compress()), /*counts_second=*/true);
     plan_.rebuild.add(static_cast<int64_t>(gradients_.size() * sizeof(int64_t)));
+    add_second_question();
     return plan_;
   }
 
@@ -134,6 +135,9 @@ class Planner {
         if (whole_gradients || (!cut() && owners_[i] == rank)) memory.gradients += bytes;
         const bool updates = plan_.strategy == "ddp" || owners_[i] == rank;
         if (!cut() && updates) memory.state += state_bytes(parameters_[i].sizes(), parameters_[i]);
+        if (!owns_pieces() && !second_.empty() && second_[owners_[i]] == rank) {
+          memory.second += state_bytes(parameters_[i].sizes(), parameters_[i]);
+        }
       }
     }
   }
@@ -147,7 +151,8 @@ class Planner {
            c10::multiply_integers(sizes) * static_cast<int64_t>(sizeof(float));
   }
 
-  PlannedCalls wrapped_step(std::span<const size_t> order, std::shared_ptr<CommunicationHook> hook) {
+  PlannedCalls wrapped_step(std::span<const size_t> order, std::shared_ptr<CommunicationHook> hook,
+                            bool counts_second = false) {
     PlannedCalls calls;
     std::vector<at::Tensor> buffers;
     for (const auto& entry : tensors_.buffers) buffers.push_back(entry.tensor);
@@ -165,8 +170,11 @@ class Planner {
     } else {
       reduction = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(parts_.values, parts_.options)));
     }
-    add_reductions(std::move(reduction), std::move(hook), order, calls);
+    const auto buckets = add_reductions(std::move(reduction), std::move(hook), order, calls);
     if (plan_.strategy != "ddp") add_publication(calls);
+    for (const auto& members : buckets) {
+      if (counts_second && plan_.strategy == "zero2") add_second_sums(members);
+    }
     return calls;
   }
 
@@ -286,9 +294,20 @@ class Planner {
     }
   }
 
-  // Whether sums have changed since, and what both owners compare.
+  // The same of a bucket of one owner, whose optimizer's state is counted already.
+  void add_second_sums(const std::vector<size_t>& members) {
+    const int owner = owners_[members.front()];
+    if (second_.empty()) return;
+    const auto bytes = layout_of(members, /*scattered=*/false).size() * element_bytes(gradients_[members.front()]);
+    plan_.ranks[second_[owner]].second += bytes;
+    if (owner == 0) plan_.to_second_owners.add(bytes);
+    if (second_[owner] == 0) plan_.to_second_owners.add(bytes);
+  }
+
+  // Whether sums have changed since, and what both owners compare: those of whole parameters gradients, too.
   void add_second_question() {
-    if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((6 + 2 * second_.size()) * sizeof(double)));
+    const auto of_owners = (owns_pieces() ? 2 : 4) * second_.size();
+    if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((6 + of_owners) * sizeof(double)));
   }
 
   FlatLayout layout_of(const std::vector<size_t>& members, bool scattered) const {
@@ -387,7 +406,8 @@ StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, 
                       .options = training,
                       .values = std::move(values)};
   std::vector<int> second;
-  if (elastic && (strategy == "fsdp" || strategy == "megatron") && !one_host && ranks > 1) {
+  const bool has_second = strategy != "ddp" && strategy != "hybrid";
+  if (elastic && has_second && !one_host && ranks > 1) {
     std::vector<int> host_of;
     for (int rank = 0; rank < ranks; ++rank) host_of.push_back(rank / (ranks / hosts));
     second = second_owners(host_of);

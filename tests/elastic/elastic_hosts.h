@@ -55,10 +55,14 @@ inline const std::vector<Trained> fully_sharded{
     {.sharding = Sharding::fsdp, .optimizer = "sgd", .dtype = at::kHalf},
     {.sharding = Sharding::fsdp, .optimizer = "lamb"},
     {.sharding = Sharding::megatron, .optimizer = "adamw", .micro_batches = 2},
-    {.sharding = Sharding::megatron, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3}};
+    {.sharding = Sharding::megatron, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::zero1, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::zero2, .optimizer = "adamw", .micro_batches = 2}};
 inline const std::vector<Trained> rarely_sharded{
     {.sharding = Sharding::megatron, .optimizer = "sgd", .dtype = at::kHalf, .overlap = false},
-    {.sharding = Sharding::megatron, .optimizer = "lamb"}};
+    {.sharding = Sharding::megatron, .optimizer = "lamb"},
+    {.sharding = Sharding::zero1, .optimizer = "lamb"},
+    {.sharding = Sharding::zero2, .optimizer = "sgd"}};
 
 // Waits until all ranks train.
 inline bool all_train(const Record& record, int ranks) {

@@ -123,7 +123,8 @@ void join_with(Fault fault, int trial, std::mt19937& random) {
   const auto& sharded = trial % 4 == 1 ? by_host : fully_sharded;
   const auto& trained = trial % 4 == 0 ? Trained() : sharded[random() % sharded.size()];
   const bool may_be_tcp = trained.sharding == Sharding::none || trained.sharding == Sharding::fsdp ||
-                          trained.sharding == Sharding::megatron;
+                          trained.sharding == Sharding::megatron || trained.sharding == Sharding::zero1 ||
+                          trained.sharding == Sharding::zero2;
   const std::string transport = may_be_tcp && random() % 2 == 0 ? "tcp" : "auto";
   const test::SharedRecord record;
   const auto body = [&](const World& world) {

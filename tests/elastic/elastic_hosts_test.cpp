@@ -163,17 +163,6 @@ TEST_F(ElasticHosts, ELA12_local_updates_outlive_ranks_and_hosts) {
   }
 }
 
-TEST_F(ElasticHosts, ELA04_shards_that_a_host_would_take_with_it_are_refused) {
-  for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2}) {
-    ForkedHosts hosts({1, 1}, [&](const World& world) {
-      const auto net = std::make_shared<test::Net>();
-      const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
-      return test::refusal([&] { wrapped.elastic(world, ElasticOptions{}); });
-    });
-    for (const auto& one : hosts.wait(20)) EXPECT_THAT(one.text, HasSubstr("only where"));
-  }
-}
-
 // Ranks stand still; those of other hosts ask their launchers to kill them.
 void stand_still(const Kind& kind, const std::vector<Death>& deaths, ElasticOptions options,
                  const test::Trained& trained = {}) {

@@ -130,7 +130,7 @@ TEST(ElasticJoin, ELA06_a_job_that_cannot_be_joined_says_why) {
     return test::train(world, *record, 1, {}, {}, trained);
   };
   const auto plain = [&](const World& world) { return train(world, {}); };
-  const auto zero = [&](const World& world) { return train(world, {.sharding = test::Sharding::zero1}); };
+  const auto zero = [&](const World& world) { return train(world, {.sharding = test::Sharding::zero1_by_host}); };
   WorldOptions tcp;
   tcp.transport = "tcp";
   record->last_step = 2;

@@ -211,7 +211,7 @@ TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_where_frozen_
 }
 
 // They have no owner.
-TEST_F(ElasticSecondJoin, ELA06_frozen_parameters_of_megatron_come_to_a_newcomer) {
+void join_with_frozen(const Trained& trained) {
   const test::SharedRecord record;
   record->last_step = 3;
   ForkedHosts hosts({1, 1, 0},
@@ -221,7 +221,7 @@ TEST_F(ElasticSecondJoin, ELA06_frozen_parameters_of_megatron_come_to_a_newcomer
                       net->first->weight.requires_grad_(false);
                       const torch::NoGradGuard no_grad;
                       if (world.joining()) net->first->weight.fill_(5);
-                      const auto wrapped = test::wrap_as(fully_sharded[4], net, world.group());
+                      const auto wrapped = test::wrap_as(trained, net, world.group());
                       auto options = quick;
                       options.on_change = [](const ElasticChange&) {};
                       const auto elastic = wrapped.elastic(world, options);
@@ -246,6 +246,13 @@ TEST_F(ElasticSecondJoin, ELA06_frozen_parameters_of_megatron_come_to_a_newcomer
   for (const auto& one : ended) {
     EXPECT_EQ(one.text, ended[0].text);
     EXPECT_THAT(one.text, testing::EndsWith("of 3"));
+  }
+}
+
+TEST_F(ElasticSecondJoin, ELA06_frozen_parameters_that_are_whole_come_to_a_newcomer) {
+  for (const auto& trained : {fully_sharded[4], fully_sharded[6]}) {
+    SCOPED_TRACE(name_of(trained));
+    join_with_frozen(trained);
   }
 }
 

@@ -125,6 +125,7 @@ struct Done {
   std::function<void(const test::Wrapped& wrapped, const at::Tensor& x)> compute;
   std::function<void(const test::Wrapped& wrapped)> between{};
   bool of_fsdp = false;
+  bool of_wrapper = false;  // DistributedOptimizer clips by an option
 };
 
 FullyShardedCore& fsdp_of(const test::Wrapped& wrapped) {
@@ -143,6 +144,8 @@ void backward_of(const test::Wrapped& wrapped, const at::Tensor& x) {
   wrapped.backward(test::loss_of(wrapped.forward(x), x));
 }
 
+constexpr const char* frozen = "a parameter is frozen";
+
 const std::vector<Done> things_done{
     {"a backward", backward_of},
     {"two backwards that synchronise",
@@ -157,18 +160,20 @@ const std::vector<Done> things_done{
     {"clipping by hand",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
-       fsdp_of(wrapped).clip_grad_norm_(0.1);
+       wrapped.clip(module_of(wrapped), 0.1);
      },
      {},
-     /*of_fsdp=*/true},
+     /*of_fsdp=*/false,
+     /*of_wrapper=*/true},
     {"clipping after two backwards",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
        backward_of(wrapped, x);
-       fsdp_of(wrapped).clip_grad_norm_(0.1);
+       wrapped.clip(module_of(wrapped), 0.1);
      },
      {},
-     /*of_fsdp=*/true},
+     /*of_fsdp=*/false,
+     /*of_wrapper=*/true},
     {"a gradient that is zeroed",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
@@ -201,8 +206,13 @@ const std::vector<Done> things_done{
        const torch::NoGradGuard no_grad;
        for (auto& parameter : module_of(wrapped).parameters()) parameter.clamp_(-0.1, 0.1);
      }},
-    {"a parameter is frozen", backward_of,
-     [](const auto& wrapped) { module_of(wrapped).parameters()[2].requires_grad_(false); }}};
+    {frozen, backward_of, [](const auto& wrapped) { module_of(wrapped).parameters()[2].requires_grad_(false); }}};
+
+bool is_possible(const Done& done, const Trained& trained) {
+  if (done.of_fsdp && !trained.is_fsdp()) return false;
+  if (done.of_wrapper && trained.is_megatron()) return false;
+  return done.what != frozen || !trained.is_zero2();  // ShardedDataParallel would balance its shares
+}
 
 std::string lose_a_rank(const World& world, const Done& done, const Trained& trained, int victim) {
   alarm(30);
@@ -240,10 +250,10 @@ std::string lose_a_rank(const World& world, const Done& done, const Trained& tra
 TEST_F(ElasticSecondOwner, ELA02_ELA04_second_owners_have_what_the_first_ones_have) {
   int number = 0;
   for (const auto& done : things_done) {
-    for (const size_t kind : {0, 1, 3, 4, 5}) {
+    for (const size_t kind : {0, 1, 3, 4, 5, 6, 7}) {
       const auto& strategy = fully_sharded[kind];
-      if (kind != 1 && kind != 5 && number % 2 != 0) continue;
-      if (done.of_fsdp && !strategy.is_fsdp()) continue;
+      if (kind != 1 && kind < 5 && number % 2 != 0) continue;
+      if (!is_possible(done, strategy)) continue;
       const auto& trained = strategy;
       const int victim = ++number % 3;
       SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
@@ -292,8 +302,9 @@ TEST_F(ElasticSecondOwner, ELA02_ELA04_what_is_written_before_a_rank_ends_is_not
   int number = 0;
   for (const auto& done : things_done) {
     if (!done.between) continue;
-    for (const auto& trained : {fully_sharded[0], fully_sharded[1], fully_sharded[5]}) {
-      if (done.of_fsdp && !trained.is_fsdp()) continue;
+    for (const auto& trained :
+         {fully_sharded[0], fully_sharded[1], fully_sharded[5], fully_sharded[6], fully_sharded[7]}) {
+      if (!is_possible(done, trained)) continue;
       const int victim = ++number % 3;
       SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
       const auto run = [&](int dies) {
@@ -352,13 +363,13 @@ TEST_F(ElasticSecondOwner, ELA02_options_that_differ_are_named_before_the_update
 
 // A change of the gradients behind the commit would be one of the first owners alone.
 TEST_F(ElasticSecondOwner, ELA02_gradients_that_change_in_the_update_are_refused) {
-  for (const bool zeroes : {false, true}) {
+  for (const auto& [zeroes, kind] : {std::pair(false, 0), {true, 0}, {true, 6}, {true, 7}}) {
     ForkedHosts hosts(
         {1, 1},
-        [&](const World& world) {
+        [&, zeroes = zeroes, kind = static_cast<size_t>(kind)](const World& world) {
           alarm(30);
           const auto net = std::make_shared<test::Net>();
-          const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+          const auto wrapped = test::wrap_as(fully_sharded[kind], net, world.group());
           const auto elastic = wrapped.elastic(world, quick);
           const auto x = test::inputs_of({1, 2});
           const auto update = [&] {
@@ -379,13 +390,14 @@ TEST_F(ElasticSecondOwner, ELA02_gradients_that_change_in_the_update_are_refused
 
 // On two hosts: what the step after `change` is refused with.
 template <class Error>
-void expect_refused_after(const std::function<void(const test::Wrapped&)>& change, const std::string& text) {
+void expect_refused_after(const Trained& trained, const std::function<void(const test::Wrapped&)>& change,
+                          const std::string& text) {
   ForkedHosts hosts(
       {1, 1},
       [&](const World& world) {
         alarm(30);
         const auto net = std::make_shared<test::Net>();
-        const auto wrapped = test::wrap_as(fully_sharded[0], net, world.group());
+        const auto wrapped = test::wrap_as(trained, net, world.group());
         const auto elastic = wrapped.elastic(world, quick);
         const auto x = test::inputs_of({1, 2});
         const auto step = [&] {
@@ -402,18 +414,59 @@ void expect_refused_after(const std::function<void(const test::Wrapped&)>& chang
 }
 
 TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_is_loaded_later_is_refused) {
+  const std::string said = "load it before Elastic is constructed";
   expect_refused_after<UsageError>(
+      fully_sharded[0],
       [](const test::Wrapped& wrapped) { wrapped.by_range()->load_state_dict(wrapped.by_range()->state_dict()); },
-      "load it before Elastic is constructed");
+      said);
+  expect_refused_after<UsageError>(
+      fully_sharded[6],
+      [](const test::Wrapped& wrapped) {
+        const auto& module = wrapped.parallel->module();
+        wrapped.oss()->load_state_dict(*module, wrapped.oss()->state_dict(*module));
+      },
+      said);
 }
 
 // Past the operators and the wrapper, so that only the first owners have it.
 TEST_F(ElasticSecondOwner, ELA02_values_that_only_first_owners_have_are_found) {
+  const std::string said = "rank 0 and rank 1, which own the same shards in an elastic job, have different";
   expect_refused_after<DisagreeError>(
+      fully_sharded[0],
       [](const test::Wrapped& wrapped) {
         for (const auto& values : fsdp_of(wrapped).own_parameters()) values.detach().add_(1);
       },
-      "rank 0 and rank 1, which own the same shards in an elastic job, have different");
+      said);
+  expect_refused_after<DisagreeError>(
+      fully_sharded[6],
+      [](const test::Wrapped& wrapped) {
+        for (const auto& parameter : wrapped.oss()->local_params()) {
+          std::fill_n(parameter.data_ptr<float>(), parameter.numel(), 1.5F);
+        }
+      },
+      said);
+}
+
+// Without second owners, nobody else looks at them.
+TEST_F(ElasticSecondOwner, ELA02_gradients_that_only_first_owners_change_are_found) {
+  ForkedHosts hosts(
+      {1, 1},
+      [](const World& world) {
+        alarm(30);
+        const auto net = std::make_shared<test::Net>();
+        const auto wrapped = test::wrap_as(fully_sharded[6], net, world.group());
+        const auto elastic = wrapped.elastic(world, quick);
+        const auto x = test::inputs_of({1, 2});
+        const auto compute = [&] {
+          backward_of(wrapped, x);
+          for (const auto& parameter : wrapped.oss()->local_params()) parameter.grad().clamp_(-1e-3, 1e-3);
+        };
+        return test::refusal<DisagreeError>([&] { elastic->step(2, compute, [&] { wrapped.step(); }); });
+      },
+      over("tcp"));
+  for (const auto& one : hosts.wait(20)) {
+    EXPECT_THAT(one.text, testing::HasSubstr("rank 0 and rank 1, which own the same parameters"));
+  }
 }
 
 // Step 1 has no update on rank `by`, or on all (-1). takes_part: false: no rank makes this step at all.
@@ -458,7 +511,7 @@ TEST_F(ElasticSecondOwner, ELA01_a_step_that_all_ranks_skip_in_their_update_chan
 
 // In the next step, or at the end of what they do together.
 TEST_F(ElasticSecondOwner, ELA02_a_step_that_some_ranks_skip_is_an_error_on_all) {
-  for (const auto& [steps, kind] : {std::pair(2, 0), {3, 0}, {3, 4}}) {
+  for (const auto& [steps, kind] : {std::pair(2, 0), {3, 0}, {3, 4}, {3, 6}, {3, 7}}) {
     const auto& trained = fully_sharded[static_cast<size_t>(kind)];
     SCOPED_TRACE(fmt::format("{}, {} steps", name_of(trained), steps));
     ForkedHosts hosts(
@@ -473,7 +526,7 @@ TEST_F(ElasticSecondOwner, ELA02_a_step_that_some_ranks_skip_is_an_error_on_all)
 
 // After Elastic, ranks own their shards alone again, and train on.
 TEST_F(ElasticSecondOwner, ELA04_a_training_goes_on_after_elastic) {
-  for (const auto& trained : {fully_sharded[0], fully_sharded[4]}) {
+  for (const auto& trained : {fully_sharded[0], fully_sharded[4], fully_sharded[6], fully_sharded[7]}) {
     SCOPED_TRACE(name_of(trained));
     ForkedHosts hosts(
         {1, 1},
@@ -507,43 +560,49 @@ TEST_F(ElasticSecondOwner, ELA04_a_training_goes_on_after_elastic) {
 }
 
 // There, behind its own update, a rank has none of the others'. Whatever one rank does with its error, all get it.
+void read_early(const Trained& trained, bool caught) {
+  ForkedHosts hosts(
+      {1, 1, 1},
+      [&](const World& world) {
+        alarm(30);
+        const auto net = std::make_shared<test::Net>();
+        const auto wrapped = test::wrap_as(trained, net, world.group());
+        const auto elastic = wrapped.elastic(world, quick);
+        const auto x = test::inputs_of({1, 2, 3});
+        const auto read = [&] { net->parameters()[0].sum(); };
+        const auto step = [&](bool reads) {
+          const auto update = [&] {
+            read();
+            wrapped.step();
+            if (!reads) return;
+            if (!caught) read();
+            test::refusal(read);
+          };
+          elastic->step(
+              2, [&] { backward_of(wrapped, x); }, update);
+        };
+        step(false);
+        read();
+        wrapped.optimizer->zero_grad();
+        const auto said = test::refusal([&] { step(world.rank() == 1); });
+        wrapped.optimizer->zero_grad();
+        step(false);  // no rank has left the job
+        return fmt::format("{} of {}", said, world.size());
+      },
+      over("tcp"));
+  for (const auto& one : hosts.wait(20)) {
+    EXPECT_THAT(one.text, testing::AllOf(testing::StartsWith("rank 1: parameter "),
+                                         testing::HasSubstr("has not come from the ranks that have updated it"),
+                                         testing::EndsWith(" of 3")));
+  }
+}
+
 TEST_F(ElasticSecondOwner,
        ELA02_parameters_that_have_not_come_from_all_ranks_are_an_error_on_all_where_one_reads_them) {
-  for (const bool caught : {true, false}) {
-    SCOPED_TRACE(caught);
-    ForkedHosts hosts(
-        {1, 1, 1},
-        [caught](const World& world) {
-          alarm(30);
-          const auto net = std::make_shared<test::Net>();
-          const auto wrapped = test::wrap_as(fully_sharded[4], net, world.group());
-          const auto elastic = wrapped.elastic(world, quick);
-          const auto x = test::inputs_of({1, 2, 3});
-          const auto read = [&] { net->parameters()[0].sum(); };
-          const auto step = [&](bool reads) {
-            const auto update = [&] {
-              read();
-              wrapped.step();
-              if (!reads) return;
-              if (!caught) read();
-              test::refusal(read);
-            };
-            elastic->step(
-                2, [&] { backward_of(wrapped, x); }, update);
-          };
-          step(false);
-          read();
-          wrapped.optimizer->zero_grad();
-          const auto said = test::refusal([&] { step(world.rank() == 1); });
-          wrapped.optimizer->zero_grad();
-          step(false);  // no rank has left the job
-          return fmt::format("{} of {}", said, world.size());
-        },
-        over("tcp"));
-    for (const auto& one : hosts.wait(20)) {
-      EXPECT_THAT(one.text, testing::AllOf(testing::StartsWith("rank 1: parameter "),
-                                           testing::HasSubstr("has not come from the ranks that have updated it"),
-                                           testing::EndsWith(" of 3")));
+  for (const auto& trained : {fully_sharded[4], fully_sharded[6]}) {
+    for (const bool caught : {true, false}) {
+      SCOPED_TRACE(fmt::format("{}, {}", name_of(trained), caught ? "caught" : "not caught"));
+      read_early(trained, caught);
     }
   }
 }
@@ -571,6 +630,22 @@ TEST_F(ElasticSecondOwner, ELA04_what_has_no_second_owners_is_refused_by_name) {
     ForkedHosts hosts(
         {2, 2}, [&](const World& world) { return refused(world, one.options, one.frozen); }, over("tcp"));
     for (const auto& rank : hosts.wait(20)) EXPECT_THAT(rank.text, testing::HasSubstr(one.said));
+  }
+}
+
+TEST_F(ElasticSecondOwner, ELA04_a_hook_of_zero2_is_refused_by_name) {
+  ForkedHosts hosts(
+      {1, 1},
+      [](const World& world) {
+        const auto net = std::make_shared<test::Net>();
+        OSS<FusedAdamW> optimizer(net->parameters(), torch::optim::AdamWOptions(1e-3), world.group());
+        const ShardedDataParallelOptions options{.log_sizes = false, .reduce_fp16 = true};
+        ShardedDataParallel<test::Net> parallel(net, optimizer, world.group(), options);
+        return test::refusal([&] { const Elastic elastic(world, parallel, optimizer, quick); });
+      },
+      over("tcp"));
+  for (const auto& rank : hosts.wait(20)) {
+    EXPECT_THAT(rank.text, testing::HasSubstr("a communication_hook or reduce_fp16 is not supported where parameters"));
   }
 }
 

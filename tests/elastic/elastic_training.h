@@ -138,7 +138,8 @@ struct Trained {
   bool sums_by_host(bool equal_hosts) const {
     return sharding == Sharding::hybrid || sharding == Sharding::zero2_by_host ||
            sharding == Sharding::megatron_by_host ||
-           ((sharding == Sharding::zero1_by_host || sharding == Sharding::fsdp || sharding == Sharding::megatron) &&
+           ((sharding == Sharding::zero1_by_host || sharding == Sharding::zero1 || sharding == Sharding::zero2 ||
+             sharding == Sharding::fsdp || sharding == Sharding::megatron) &&
             equal_hosts);
   }
   bool is_megatron() const { return sharding == Sharding::megatron || sharding == Sharding::megatron_by_host; }
@@ -170,8 +171,9 @@ struct Strategy {
 
 // Over sockets with second owners.
 inline const std::vector<Strategy> strategies_with_shares{
-    {Sharding::none}, {Sharding::zero1},       {Sharding::zero2},          {Sharding::megatron},
-    {Sharding::fsdp}, {Sharding::fsdp, "tcp"}, {Sharding::megatron, "tcp"}};
+    {Sharding::none},         {Sharding::zero1},       {Sharding::zero2},
+    {Sharding::megatron},     {Sharding::fsdp},        {Sharding::zero1, "tcp"},
+    {Sharding::zero2, "tcp"}, {Sharding::fsdp, "tcp"}, {Sharding::megatron, "tcp"}};
 
 inline std::string name_of(const Trained& trained) {
   const char* names[] = {"DDP",         "ZeRO-1",         "ZeRO-2",         "Megatron",         "FSDP",

@@ -60,10 +60,12 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   const torch::optim::Optimizer& local_optimizer() const;
 
   // For Elastic. From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves
-  // to memory that the ranks share. Collective.
-  virtual void guard();
+  // to memory that the ranks share; where they share no parameters, they become second owners of what others own. Collective.
+  void guard();
   // Steps are as before Elastic from now on. Not collective.
   virtual void unguard();
+  // In a process that comes to a job with second owners: it gets its shards in regroup(), and has none before.
+  void come_without_shards();
   // While true, clipping is refused: gradients are those of some of a rank's shares.
   void compute_shares(bool now);
   // All of a step that communicates: adopts changed values, and reduces, unscales, checks and clips the gradients. Returns
@@ -126,6 +128,11 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // For Elastic: goes on in the state's group, whose ranks own other shares, with the optimizer state of the former ones,
   // after `step` steps. If it fails, the former ones count, and it may be called again. Collective over the new group.
   void take_over(int64_t step);
+  // Where the ranks before or after a change have second owners: all learn whose shards count, the former ones or those of a change that
+  // has failed. Call it first in a change. apart: whether ranks share no parameters afterwards. Collective over the ranks of the job.
+  void begin_regroup(const Group& group, bool apart);
+  // Then in place of take_over(), in the state's group, once what its ranks own is divided anew, without values.
+  void take_over_from_owners(int64_t step);
   State& state() const { return *state_; }
 
  private:
@@ -133,6 +140,9 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   ShardedStep prepare_update(GradScaler* scaler, double max_norm);
   ShardedStep update_if_finite(GradScaler* scaler, double max_norm);
   ShardedStep committed_step(GradScaler* scaler, double max_norm);
+  // Ranks become second owners of what others own, or are no longer. The first is collective.
+  void own_twice();
+  void own_once();
 
   std::unique_ptr<State> state_;
 };
@@ -161,11 +171,6 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
 
   // For Elastic: whether grad() of the parameter stands for a gradient in a buffer that has not been zeroed.
   bool has_buffered_gradient(const at::Tensor& parameter) const;
-  // Where ranks share no parameters, they become second owners of what others own.
-  void guard() override;
-  // In a process that comes to a job with second owners: it gets its shards in regroup(), and has none before.
-  void come_without_shards();
-  void unguard() override;
 
  protected:
   // groups: param groups of the parameters in state's modules. Collective.
@@ -174,9 +179,6 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   State& state() const;
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
-  // Where the ranks before or after a change have second owners: all learn whose shards count, the former ones or those of a change that
-  // has failed. Call it first in a change. apart: whether ranks share no parameters afterwards. Collective over the ranks of the job.
-  void begin_regroup(const Group& group, bool apart);
   // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
   // `step` steps. everybody: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
   void regroup(const Group& group, const Group& everybody, std::vector<std::shared_ptr<ShardedModule>> modules,
@@ -185,7 +187,6 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
  private:
   void connect_clipping();
   void follow(const Group& group, const Group& everybody);
-  void take_over_from_owners(int64_t step);
   double clip_grad_norm(double max_norm, double norm_type);
 };
 

@@ -159,11 +159,11 @@ void check_elastic(const TrainOptions& options) {
   }
   const bool sockets = options.transport == "tcp" || options.transport == "gloo";
   const bool memory = options.transport == "auto" || options.transport == "host";
-  const bool second_owners =
-      options.strategy == "fsdp" || options.strategy == "fsdp_grad_op" || options.strategy == "megatron";
-  if (memory || (sockets && (options.strategy == "ddp" || second_owners))) return;
+  const std::vector<std::string> over_sockets{"ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op"};
+  const bool may = std::find(over_sockets.begin(), over_sockets.end(), options.strategy) != over_sockets.end();
+  if (memory || (sockets && may)) return;
   refuse(fmt::format("--strategy {} --transport {}", options.strategy, options.transport),
-         "take auto or host, or with ddp, megatron, fsdp and fsdp_grad_op also tcp or gloo");
+         "take auto or host, or with ddp, zero1, zero2, megatron, fsdp and fsdp_grad_op also tcp or gloo");
 }
 
 }  // namespace

@@ -119,6 +119,10 @@ void read_shards(MemorySource& source, const std::vector<Estate::Shard>& shards,
 
 }  // namespace
 
+Estate::Estate(std::vector<Shard> shards) : shards_(std::move(shards)) {
+  for (auto& shard : shards_) shard.target.values = shard.target.values.detach();
+}
+
 std::set<std::string> Estate::lost(const Group& group, const std::vector<Shard>& wanted) const {
   Json own{{"held", ranges_of(shards_)}, {"wanted", ranges_of(wanted)}, {"written", written_}};
   auto& own_digests = own["digests"] = Json::array();

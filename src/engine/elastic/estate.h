@@ -16,7 +16,7 @@
 namespace shoal {
 
 // A rank's shards: elements of parameters, and the optimizer's state for them. A shard may be on several ranks. Tensors are shared with
-// whoever updates them.
+// whoever updates them, in the memory in which they are when this object is made.
 class Estate {
  public:
   struct Shard {
@@ -27,7 +27,7 @@ class Estate {
 
   // None: of a rank that has come, and has nothing yet.
   Estate() = default;
-  explicit Estate(std::vector<Shard> shards) : shards_(std::move(shards)) {}
+  explicit Estate(std::vector<Shard> shards);
 
   const std::vector<Shard>& shards() const { return shards_; }
   // Owners of a shard may have other values: the program has written to parameters since the last update, which ranks may have come to in

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/membership/survivors.h"
+#include "engine/elastic/seen_gradient.h"
 #include "engine/elastic/shared_state.h"
 #include "shoal/group.h"
 
@@ -101,9 +102,7 @@ class GuardedUpdate {
   // Of this step; undefined tensors: there is none.
   struct Gradient {
     at::Tensor read{};    // where the others can read it, too
-    at::Tensor given{};   // the caller's
-    int64_t version = 0;  // of its values, and some of them
-    at::Tensor sample{};
+    SeenGradient seen{};  // the caller's
   };
   struct Chunk {
     size_t target;

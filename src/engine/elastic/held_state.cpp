@@ -84,11 +84,14 @@ bool HeldState::has_copies_of(const at::Tensor& parameter) const {
   });
 }
 
-std::optional<NamedState> LoneState::state(int rank, size_t target) const {
-  const auto& values = targets_[static_cast<size_t>(rank)][target].values;
-  const auto found = local_->state().find(values.unsafeGetTensorImpl());
-  if (found == local_->state().end()) return std::nullopt;
+std::optional<NamedState> state_of(const torch::optim::Optimizer& local, const at::Tensor& values) {
+  const auto found = local.state().find(values.unsafeGetTensorImpl());
+  if (found == local.state().end()) return std::nullopt;
   return named_state(*found->second);
+}
+
+std::optional<NamedState> LoneState::state(int rank, size_t target) const {
+  return shoal::state_of(*local_, targets_[static_cast<size_t>(rank)][target].values);
 }
 
 }  // namespace shoal

@@ -27,6 +27,9 @@ struct UpdateTarget {
   }
 };
 
+// The state that an optimizer has of what it updates; nothing if there is none.
+std::optional<NamedState> state_of(const torch::optim::Optimizer& local, const at::Tensor& values);
+
 // By rank of the group.
 using UpdateTargets = std::vector<std::vector<UpdateTarget>>;
 

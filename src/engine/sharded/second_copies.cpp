@@ -1,15 +1,10 @@
 #include "engine/sharded/second_copies.h"
 
-#include <fmt/format.h>
-
-#include <cmath>
-#include <limits>
 #include <memory>
 #include <utility>
 
 #include "comm/group/hosts.h"
 #include "comm/group/rank_groups.h"
-#include "shoal/error.h"
 
 namespace shoal {
 namespace {
@@ -39,18 +34,15 @@ std::vector<int> second_owners(const std::vector<int>& hosts) {
   return owners;
 }
 
-void refuse_unequal_updates() {
-  throw DisagreeError(
-      "Elastic: the second function of step() has called the optimizer's step() on some ranks and not on others: call "
-      "it on all of them, or on none, as where all skip a step; start the job again from its last checkpoint");
+SecondCopies::SecondCopies(const Reducer& reducer)
+    : reducer_(reducer), group_(reducer.group()), owners_(second_owners(hosts_of(group_))) {
+  make();
 }
 
-SecondCopies::SecondCopies(const Reducer& reducer)
-    : reducer_(reducer),
-      group_(reducer.group()),
-      owners_(second_owners(hosts_of(group_))),
-      copies_(reducer.buckets().size()),
-      sent_(reducer.buckets().size()) {
+void SecondCopies::make() {
+  rebuilt_ = reducer_.rebuilt();
+  copies_.assign(reducer_.buckets().size(), {});
+  sent_.assign(copies_.size(), 0);
   const auto& plan = reducer_.reduction().plan();
   for (size_t number = 0; number < copies_.size(); ++number) {
     const auto& bucket = reducer_.buckets()[number];
@@ -81,56 +73,20 @@ PendingExchange SecondCopies::exchange(size_t bucket, const Label& label) {
 }
 
 PendingExchange SecondCopies::follow(PendingExchange sum, size_t bucket, const Label& label) {
+  if (rebuilt_ != reducer_.rebuilt()) make();
   return chain(std::move(sum), [this, bucket, label] { return exchange(bucket, label); });
 }
 
-void SecondCopies::complete(const std::map<int, uint64_t>& values, uint64_t options, const Label& label) {
-  bool current = true;
-  for (size_t bucket = 0; bucket < copies_.size(); ++bucket) current = current && is_current(bucket);
-  std::vector<double> own(1 + 2 * (2 + owners_.size()), -std::numeric_limits<double>::infinity());
-  own[0] = current ? 0 : 1;
-  const auto show = [&](size_t place, double value) {
-    own[1 + 2 * place] = value;
-    own[2 + 2 * place] = -value;
-  };
-  const auto in_53_bits = [](uint64_t digest) { return static_cast<double>(digest >> 11); };  // which a double has
-  show(0, in_53_bits(options));
-  show(1, static_cast<double>(label.step));
-  for (const auto& [owner, digest] : values) show(2 + static_cast<size_t>(owner), in_53_bits(digest));
-  const Label question{reducer_.step(), -1, "whether sums have changed since they were sent"};
-  const auto most = group_.all_reduce(own, ReduceOp::max, question);
-  require_alike(most);
-  if (most[0] == 0) return;
+void SecondCopies::complete(SecondQuestion question) {
+  for (size_t bucket = 0; bucket < copies_.size(); ++bucket) question.asks = question.asks || !is_current(bucket);
+  const Label label{reducer_.step(), -1, "whether sums have changed since they were sent"};
+  if (!question.ask(group_, owners_, label).asked) return;
   for (size_t bucket = 0; bucket < copies_.size(); ++bucket) {
     auto pending =
         exchange(bucket, {reducer_.step(), static_cast<int64_t>(bucket), reducer_.buckets()[bucket].names()});
     for (pending.complete(); pending.next_stage; pending.complete()) {
       pending = std::exchange(pending.next_stage, {})();
     }
-  }
-}
-
-void SecondCopies::require_alike(const std::vector<double>& most) const {
-  const auto differs = [&](size_t place) {
-    const bool none = std::isinf(most[1 + 2 * place]);  // a rank without elements
-    return !none && most[1 + 2 * place] != -most[2 + 2 * place];
-  };
-  if (differs(1)) refuse_unequal_updates();
-  if (differs(0)) {
-    throw DisagreeError(
-        "ranks have different options of the optimizer (learning rate, weight decay or others): change them alike on "
-        "every "
-        "rank before the step");
-  }
-  for (size_t rank = 0; rank < owners_.size(); ++rank) {
-    if (!differs(2 + rank)) continue;
-    throw DisagreeError(
-        fmt::format("rank {} and rank {}, which own the same shards in an elastic job, have different values of them: "
-                    "change parameters between "
-                    "two steps alike on all ranks, and load checkpoints before Elastic is constructed; hosts whose "
-                    "CPUs have other vector "
-                    "instructions round in other ways: take hosts of one kind, or the same ATEN_CPU_CAPABILITY on all",
-                    rank, owners_[rank]));
   }
 }
 

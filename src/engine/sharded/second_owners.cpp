@@ -1,4 +1,4 @@
-// Sharded optimizers by range in elastic jobs whose ranks share no memory: every share has a second owner, which makes the same
+// Sharded optimizers in elastic jobs whose ranks share no memory: every share has a second owner, which makes the same
 // updates. So a rank that has all gradients can finish its step alone, and no rank's end takes a share along.
 
 #include <fmt/format.h>
@@ -12,9 +12,9 @@
 #include <unordered_map>
 #include <utility>
 
-#include "comm/group/text.h"
+#include "engine/sharded/former_values.h"
 #include "engine/sharded/second_copies.h"
-#include "engine/sharded/sharded_ranges.h"
+#include "engine/sharded/sharded_optimizer_state.h"
 #include "memory/views.h"
 #include "optim/param_groups.h"
 #include "shoal/error.h"
@@ -30,12 +30,6 @@ bool same(const std::optional<NamedState>& a, const std::optional<NamedState>& b
     return other != b->tensors.end() && other->second.const_data_ptr() == entry.second.const_data_ptr() &&
            other->second.scalar_type() == entry.second.scalar_type() && other->second.sizes() == entry.second.sizes();
   });
-}
-
-std::optional<NamedState> state_of(const torch::optim::Optimizer& local, const at::Tensor& values) {
-  const auto found = local.state().find(values.unsafeGetTensorImpl());
-  if (found == local.state().end()) return std::nullopt;
-  return named_state(*found->second);
 }
 
 // The elements as the program has them: in the parameter, or, if that rounds them, in the float32 copy where it has not been written.
@@ -71,22 +65,8 @@ struct Said {
 
 }  // namespace
 
-std::vector<Estate::Shard> ShardedOptimizerCore::State::shards() const {
-  std::vector<Estate::Shard> list;
-  for_pieces([&](const ShardedModule& module, const OwnedPiece& piece) {
-    const auto& gradient = module.reducer().gradients()[piece.gradient];
-    list.push_back({gradient.name,
-                    {.values = piece.main, .parameter = gradient.parameter, .range = piece.slice.in_piece},
-                    state_of(*local, piece.main)});
-  });
-  return list;
-}
-
-Estate ShardedOptimizerCore::State::shared_estate(const ParamGroups& groups) {
-  std::unordered_map<const c10::TensorImpl*, std::string> names;
-  for (const auto& gradient : modules.front()->reducer().gradients()) {
-    names[gradient.parameter.unsafeGetTensorImpl()] = gradient.name;
-  }
+Estate ShardedOptimizerBase::State::shared_estate(const ParamGroups& groups) {
+  const auto names = shard_names();
   const auto& held = this->held(groups);
   std::vector<Estate::Shard> list;
   for (size_t rank = 0; rank < held.targets().size(); ++rank) {
@@ -102,63 +82,22 @@ Estate ShardedOptimizerCore::State::shared_estate(const ParamGroups& groups) {
   return estate;
 }
 
-void ShardedOptimizerCore::State::complete_second() {
+void ShardedOptimizerBase::State::require_own_state() const {
   const auto present = shards();
   bool unchanged = present.size() == second->updated.size();
   for (size_t i = 0; unchanged && i < present.size(); ++i) {
     unchanged = same(present[i].state, second->updated[i].state);
   }
-  if (!unchanged) {
-    throw UsageError(
-        "Elastic: the state of the sharded optimizer was loaded or replaced, which is not supported here: load it "
-        "before "
-        "Elastic is constructed");
-  }
-  prepare_gradients();
-  for (const auto& module : modules) module->complete_second(commit.options, label("second copies of gradients"));
+  if (unchanged) return;
+  throw UsageError(
+      "Elastic: the state of the sharded optimizer was loaded or replaced, which is not supported here: load it before "
+      "Elastic is constructed");
 }
 
-// Also of ranks that have left this update out, which the next commit says: so its label has the number of reductions.
-void ShardedOptimizerCore::State::publish_second() {
-  if (!second) return;
-  const torch::NoGradGuard no_grad;
-  std::string early_use;  // by this rank alone, perhaps
-  try {
-    for (const auto& module : modules) module->publish_now({module->reducer().step(), -1, "updated parameters"});
-  } catch (const UsageError& error) {
-    early_use = error.what();
-  }
-  if (modules.front()->has_pages()) return;
-  // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they were sent.
-  const Label label{modules.front()->reducer().step(), -1, "whether all have the updated parameters"};
-  if (group.all_reduce(early_use.empty() ? 0.0 : 1.0, ReduceOp::max, label) == 0) return;
-  const auto texts = all_gather_text(group, early_use, label);
-  const auto first = std::find_if(texts.begin(), texts.end(), [](const auto& text) { return !text.empty(); });
-  throw UsageError(fmt::format("rank {}: {}", group.world_rank(static_cast<int>(first - texts.begin())), *first));
-}
-
-void ShardedOptimizerCore::State::seal_gradients() {
-  if (!second) return;
-  for_pieces([](const ShardedModule&, OwnedPiece& piece) { piece.sealed = piece.sum._version(); });
-}
-
-void ShardedOptimizerCore::State::require_sealed() const {
-  if (!second) return;
-  for_pieces([](const ShardedModule&, const OwnedPiece& piece) {
-    if (piece.sealed != piece.sum._version()) throw UsageError(GuardedUpdate::late_change);
-  });
-}
-
-void ShardedOptimizerCore::guard() {
-  auto& state = this->state();
-  auto& module = *state.modules.front();
-  if (state.group.size() == 1 || module.shared()) return ShardedOptimizerBase::guard();
-  if (state.second) return;
-  const torch::NoGradGuard no_grad;
-  module.wait_all();
+void ShardedOptimizerBase::own_twice() {
+  auto& state = *state_;
   const Estate former(state.shards());
-  module.hold_second();
-  auto local = make_local(state.make, state.shares_of(param_groups_), *defaults_, state.name);
+  auto local = make_local(state.make, state.own_twice(param_groups_), *defaults_, state.name);
   copy_options(state.local->param_groups(), local->param_groups());
   state.local = std::move(local);
   state.second.emplace();
@@ -166,25 +105,22 @@ void ShardedOptimizerCore::guard() {
   state.second->updated = state.shards();
 }
 
-void ShardedOptimizerCore::unguard() {
-  ShardedOptimizerBase::unguard();
-  auto& state = this->state();
-  if (!state.second) return;
+void ShardedOptimizerBase::own_once() {
+  auto& state = *state_;
   state.second.reset();
+  const auto others = state.own_once();
   for (auto& group : state.local->param_groups()) {
     std::erase_if(group.params(), [&](const at::Tensor& values) {
-      const auto& pieces = state.modules.front()->second_pieces();
-      const bool is_second = std::any_of(pieces.begin(), pieces.end(),
-                                         [&](const OwnedPiece& piece) { return piece.main.is_same(values); });
-      if (is_second) state.local->state().erase(values.unsafeGetTensorImpl());
-      return is_second;
+      const bool of_others =
+          std::any_of(others.begin(), others.end(), [&](const at::Tensor& other) { return other.is_same(values); });
+      if (of_others) state.local->state().erase(values.unsafeGetTensorImpl());
+      return of_others;
     });
   }
-  state.modules.front()->drop_second();
 }
 
-void ShardedOptimizerCore::come_without_shards() {
-  auto& state = this->state();
+void ShardedOptimizerBase::come_without_shards() {
+  auto& state = *state_;
   if (state.second) return;  // it has come so far before, and has been told to wait for another try
   state.second.emplace();
   state.second->sealed = state.second->made = SecondOwnership::none;
@@ -192,7 +128,7 @@ void ShardedOptimizerCore::come_without_shards() {
   state.second->former.emplace();
 }
 
-void ShardedOptimizerCore::State::seal(int64_t division) {
+void ShardedOptimizerBase::State::seal_division(int64_t division) {
   second->sealed = division;
   if (second->grows && !second->before) second->before = std::move(second->former);
   second->former.reset();
@@ -202,9 +138,9 @@ void ShardedOptimizerCore::State::seal(int64_t division) {
 }
 
 // A division counts if some rank knows that all have made it, or if all that are left have. Then all of them have it here.
-void ShardedOptimizerCore::begin_regroup(const Group& group, bool apart) {
-  auto& state = this->state();
-  for (const auto& module : state.modules) module->end_outdated();
+void ShardedOptimizerBase::begin_regroup(const Group& group, bool apart) {
+  auto& state = *state_;
+  state.end_outdated();
   const SecondOwnership first;
   const auto& own = state.second ? *state.second : first;
   const bool has_none = own.sealed == SecondOwnership::none;
@@ -221,7 +157,7 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool apart) {
   said.has_second = state.second ? 1 : 0;
   said.comes = own.comes ? 1 : 0;
   said.has_before = own.before ? 1 : 0;
-  said.has_written = state.second && !own.former && state.modules.front()->is_written() ? 1 : 0;
+  said.has_written = state.second && !own.former && state.is_written() ? 1 : 0;
   const auto most = said.most(group);
   if (std::isfinite(most.updates) && most.updates != -most.minus_updates) refuse_unequal_updates();
   if (most.has_second == 0 && !apart) return;  // ranks share their memory, as before
@@ -233,7 +169,7 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool apart) {
   if (has_none) {
     second.sealed = counts;
   } else if (counts > second.sealed) {
-    state.seal(counts);
+    state.seal_division(counts);
   }
   second.made = second.sealed;
   second.tries = static_cast<int64_t>(most.tries) + 1;
@@ -248,33 +184,28 @@ void ShardedOptimizerCore::begin_regroup(const Group& group, bool apart) {
     return;
   }
   // What programs have written since the last step, as all of them do.
-  bool has_written = false;
-  for (const auto& module : state.modules) {
-    has_written = has_written || module->is_written();
-    module->adopt_alone();
-  }
+  const bool has_written = state.is_written();
+  state.adopt_alone();
   second.former.emplace(state.shards());
   second.former->set_written(has_written);
 }
 
-// In the group that has been followed, with modules whose values are not there yet.
-void ShardedOptimizerCore::take_over_from_owners(int64_t step) {
-  auto& state = this->state();
+void ShardedOptimizerBase::take_over_from_owners(int64_t step) {
+  auto& state = *state_;
   auto& second = *state.second;
-  auto& module = *state.modules.front();
-  const bool goes_on = state.group.size() > 1 && !module.shared();
-  if (goes_on) module.hold_second();
-  state.local = make_local(state.make, state.shares_of(param_groups_), *defaults_, state.name);
+  const bool goes_on = state.apart();
+  const auto groups = goes_on ? state.own_twice(param_groups_) : state.own_part(param_groups_);
+  state.local = make_local(state.make, groups, *defaults_, state.name);
   state.steps = step;
   const auto wanted = state.shards();
   second.former->fill(state.group, wanted, *state.local, second.before ? &*second.before : nullptr);
-  state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.put_out(); });
+  state.take_filled();
   if (goes_on) {
     state.publish_second();
     second.updated = state.shards();
     second.made = second.tries;
     state.group.barrier(state.label("the new shards")).wait();
-    state.seal(second.made);
+    state.seal_division(second.made);
     return;
   }
   std::unique_ptr<GuardedUpdate> made;

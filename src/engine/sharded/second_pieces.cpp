@@ -3,8 +3,6 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <cstring>
-#include <map>
 #include <utility>
 
 #include "engine/gradients/gradient_norm.h"
@@ -12,20 +10,6 @@
 #include "engine/sharded/sharded_module.h"
 
 namespace shoal {
-namespace {
-
-// Adds the bits of an element to a digest, of another one in each step.
-uint64_t with_element(uint64_t digest, const at::Tensor& values, int64_t step) {
-  if (values.numel() == 0) return digest;
-  constexpr uint64_t odd = 0x9e3779b97f4a7c15U;
-  const auto place = (static_cast<uint64_t>(step) * odd >> 16) % static_cast<uint64_t>(values.numel());
-  uint64_t bits = 0;
-  const auto size = static_cast<size_t>(values.element_size());
-  std::memcpy(&bits, static_cast<const char*>(values.const_data_ptr()) + place * size, std::min(size, sizeof bits));
-  return (digest ^ bits) * odd + 1;
-}
-
-}  // namespace
 
 bool ShardedModule::has_pages() const {
   return std::any_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->pager() != nullptr; });
@@ -59,15 +43,11 @@ void ShardedModule::drop_second() {
   for (const auto& gather : gathers_) gather->hold({});
 }
 
-void ShardedModule::complete_second(uint64_t options, const Label& label) {
-  std::map<int, uint64_t> digests;
+void ShardedModule::complete_second(SecondQuestion question) {
   for (const auto* list : {&pieces_, &second_.pieces}) {
-    for (const auto& piece : *list) {
-      auto& digest = digests[piece.owner < 0 ? shard_.rank() : piece.owner];
-      digest = with_element(digest, piece.main, label.step);
-    }
+    for (const auto& piece : *list) question.add_element(piece.owner < 0 ? shard_.rank() : piece.owner, piece.main);
   }
-  second_.copies->complete(digests, options, label);
+  second_.copies->complete(std::move(question));
 }
 
 void ShardedModule::clip_sums(std::vector<at::Tensor> sums, double norm, double max_norm) {

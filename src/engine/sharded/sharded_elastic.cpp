@@ -20,8 +20,9 @@ namespace shoal {
 void ShardedOptimizerBase::guard() {
   auto& state = *state_;
   state.commit.lone = state.group.size() == 1 && state.has_replicas();
-  if (state.group.size() == 1 || state.guarded) return;  // one that has come is guarded since
+  if (state.group.size() == 1 || state.guarded || state.second) return;  // one that has come has either since
   const torch::NoGradGuard no_grad;
+  if (state.apart()) return own_twice();
   state.guarded = std::make_unique<GuardedUpdate>(state.group, state.shared_targets(param_groups_), *state.local,
                                                   state.element_wise);
   state.guarded->seal();
@@ -30,10 +31,11 @@ void ShardedOptimizerBase::guard() {
 void ShardedOptimizerBase::unguard() {
   state_->guarded.reset();
   state_->commit.lone = false;
+  if (state_->second) own_once();
 }
 
 void ShardedOptimizerBase::compute_shares(bool now) {
-  state_->computes_shares = now;
+  state_->commit.computes_shares = now;
 }
 
 bool ShardedOptimizerBase::prepare_commit() {
@@ -144,6 +146,10 @@ ShardedStep ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_
   show_update();
   if (scaler != nullptr) scaler->update(!result.updated);
   state.end_step(scaler != nullptr);
+  if (state.second) {
+    state.second->updated = state.shards();
+    state.second->before.reset();
+  }
   state.finite.reset();
   ++state.steps;
   return result;
@@ -156,7 +162,7 @@ void ShardedOptimizerBase::State::step_alone(bool updates) {
       if (found != commit.mixed_in.end()) MixedIn::mix(values, found->second.others, found->second.own);
     }
   }
-  if (updates) local->step();
+  if (updates) step_owned();
 }
 
 const HeldState& ShardedOptimizerBase::State::held(const ParamGroups& groups) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "engine/sharded/early_use.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 
@@ -151,13 +150,18 @@ void ShardedModule::publish_later(const Label& label) {
   written_ = false;
   drop_former();
   put_out();
-  second_.read_early.clear();
+  second_.outdated.forget_early_use();
   begin_outdated();
 }
 
 void ShardedModule::begin_outdated() {
-  second_.whole = Second::Whole::outdated;
-  arm_first_touch(about_early_use);
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    const auto awaited = gathers_[number]->awaited();
+    const auto& members = reducer_->buckets()[number].members();
+    for (size_t piece = 0; piece < awaited.size(); ++piece) {
+      second_.outdated.add(reducer_->gradients()[members[piece]].name, awaited[piece]);
+    }
+  }
 }
 
 // Also where no step has updated them: other ranks may have.
@@ -171,15 +175,6 @@ void ShardedModule::publish_now(const Label& label) {
     begin_outdated();
     throw;
   }
-  // The program has caught it, and might have read former values after it.
-  if (!second_.read_early.empty()) throw UsageError(std::exchange(second_.read_early, {}));
-}
-
-void ShardedModule::end_outdated() {
-  if (second_.whole != Second::Whole::outdated) return;
-  second_.whole = Second::Whole::given_up;
-  first_touch_.touch_all();
-  second_.whole = Second::Whole::current;
 }
 
 void ShardedModule::wait(const Label& label, bool at_first_touch) {
@@ -189,30 +184,24 @@ void ShardedModule::wait(const Label& label, bool at_first_touch) {
     for (size_t number = 0; number < gathers_.size(); ++number) await(number);
     return;
   }
-  arm_first_touch(
-      "may miss updates of other ranks: operators wait for them automatically; call the optimizer's "
-      "finish_param_sync() before saving them or reading their memory (data_ptr)");
+  arm_first_touch();
 }
 
-void ShardedModule::arm_first_touch(const std::string& about) {
+void ShardedModule::arm_first_touch() {
   for (size_t number = 0; number < gathers_.size(); ++number) {
     const auto awaited = gathers_[number]->awaited();
     const auto& members = reducer_->buckets()[number].members();
     for (size_t piece = 0; piece < awaited.size(); ++piece) {
-      first_touch_.arm(number, awaited[piece],
-                       fmt::format("parameter {} {}", reducer_->gradients()[members[piece]].name, about));
+      first_touch_.arm(
+          number, awaited[piece],
+          fmt::format("parameter {} may miss updates of other ranks: operators wait for them automatically; call the "
+                      "optimizer's finish_param_sync() before saving them or reading their memory (data_ptr)",
+                      reducer_->gradients()[members[piece]].name));
     }
   }
 }
 
 void ShardedModule::await(size_t bucket) {
-  if (second_.whole == Second::Whole::given_up) return;
-  if (second_.whole == Second::Whole::outdated) {
-    const auto member = reducer_->buckets()[bucket].members().front();
-    second_.read_early =
-        fmt::format("parameter {} or one beside it {}", reducer_->gradients()[member].name, about_early_use);
-    throw UsageError(second_.read_early);
-  }
   timed(waits_.get(), "params-all-gather", 1, [&] { gathers_[bucket]->wait(awaited_); });
 }
 

@@ -12,6 +12,7 @@
 #include "engine/paging/first_touch.h"
 #include "engine/reducer/reducer.h"
 #include "engine/sharded/former_values.h"
+#include "engine/sharded/outdated_parameters.h"
 #include "engine/sharded/parameter_gather.h"
 #include "engine/sharded/sharded_state.h"
 #include "engine/wrapper/parameter_watch.h"
@@ -21,6 +22,7 @@
 namespace shoal {
 
 class SecondCopies;
+struct SecondQuestion;
 
 // Shard of a parameter that this rank owns.
 struct OwnedPiece {
@@ -118,10 +120,11 @@ class ShardedModule {
   void publish(const Label& label);
   // In place of publish() where that must not communicate. Of pages it is the same. Parameters that are whole on this rank get its own
   // shards alone, and using them is a UsageError until all ranks have called publish_now(), or end_outdated() where others' shards will
-  // be replaced anyway.
+  // be replaced anyway. take_early_use(): see OutdatedParameters.
   void publish_later(const Label& label);
   void publish_now(const Label& label);
-  void end_outdated();
+  void end_outdated() { second_.outdated.end(); }
+  std::string take_early_use() { return second_.outdated.take_early_use(); }
   // Waits for the shards of all ranks; `at_first_touch`: for those of a bucket when an operator first uses one of its
   // parameters.
   void wait(const Label& label, bool at_first_touch);
@@ -184,19 +187,15 @@ class ShardedModule {
   // gets their sums. Values are the caller's to fill in. drop_second(): no longer.
   void hold_second();
   void drop_second();
-  // Sums of second pieces are as their first owners have them. DisagreeError if some elements that are looked at, others in each step,
-  // have other values, or if ranks have other options. options: digest of the optimizer's. Collective.
-  void complete_second(uint64_t options, const Label& label);
+  // Sums of second pieces are as their first owners have them. question: to which elements of the pieces are added. Collective.
+  void complete_second(SecondQuestion question);
 
  private:
   // What this rank owns a second time.
   struct Second {
     std::vector<OwnedPiece> pieces{};
     std::shared_ptr<SecondCopies> copies{};
-    // Of parameters that are whole on this rank. outdated: they have not got the other ranks' last updates. given_up: nor will they.
-    enum class Whole { current, outdated, given_up };
-    Whole whole = Whole::current;
-    std::string read_early{};  // error of an operator that has used outdated ones since the update
+    OutdatedParameters outdated{};  // those that are whole on this rank, and have not got the other ranks' last updates
   };
 
   void list_pieces(std::span<const at::Tensor> originals);
@@ -225,8 +224,7 @@ class ShardedModule {
     std::vector<std::vector<size_t>> frozen{};
   };
   void await(size_t bucket);
-  // about: what follows the parameter's name in the error of an access past the operators.
-  void arm_first_touch(const std::string& about);
+  void arm_first_touch();
   void put_out() const;
   void send(const Label& label);
   void begin_outdated();

@@ -66,7 +66,7 @@ std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const Gr
 
 double ShardedOptimizerBase::State::clip(const std::vector<at::Tensor>& gradients, double max_norm,
                                          double norm_type) const {
-  if (computes_shares) refuse_to_clip_shares();
+  if (commit.computes_shares) refuse_to_clip_shares();
   const auto norm = global_norm(counted_gradients(), norm_type, groups_of_scalars(), label("norm of the gradients"));
   clip_to_norm(gradients, norm, max_norm);
   return norm;

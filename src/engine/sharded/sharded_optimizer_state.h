@@ -4,9 +4,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "engine/elastic/guarded_update.h"
+#include "engine/sharded/second_ownership.h"
 #include "engine/sharded/sharded_state.h"
 #include "optim/param_groups.h"
 #include "shoal/detail/sharded_optimizer.h"
@@ -35,6 +37,7 @@ struct ShardedOptimizerBase::State {
   std::optional<bool> finite{};  // no rank has inf or NaN in the gradients, which are unscaled; none: not asked yet
   std::unique_ptr<GuardedUpdate> guarded{};  // in an elastic job of several ranks
   std::unique_ptr<LoneState> alone{};        // of one rank whose job has just changed to several, until all have theirs
+  std::optional<SecondOwnership> second{};   // in an elastic job of several ranks that share no memory
   // Of a step in an elastic job.
   struct Commit {
     std::optional<ShardedStep> prepared{};  // what the step will return, if it is updated
@@ -43,9 +46,9 @@ struct ShardedOptimizerBase::State {
     bool passed = false;   // of a lone rank, and where shares have second owners
     bool refused = false;  // by step(), before it changed anything
     uint64_t options = 0;  // digest of the options, where shares have second owners
+    bool computes_shares = false;  // Elastic computes one share of the batch after the other
   };
   Commit commit{};
-  bool computes_shares = false;  // Elastic computes one share of the batch after the other
   struct Agreement {
     bool met = false;                  // the step in progress has asked all ranks something, so that all are in it
     std::optional<uint64_t> loaded{};  // digest of a state that load_state_dict() got since the last step
@@ -107,18 +110,45 @@ struct ShardedOptimizerBase::State {
   void await_readers() const;
 
   // Whether ranks own shares of others a second time.
-  virtual bool has_second() const { return false; }
-  // What second owners have of gradients is as the first owners have it. Collective.
-  virtual void complete_second() {}
-  // What an update has left for the other ranks comes to them. Collective.
-  virtual void publish_second() {}
+  bool has_second() const { return second.has_value(); }
+  // Whether they would, in an elastic job.
+  virtual bool apart() const { return group.size() > 1 && !shared(); }
+  // From now on this rank owns a second time what others own (second_owners()): all of its part of the groups, whose values are the
+  // caller's to fill in. own_once(): no longer; returns what the optimizer updates for others.
+  virtual ParamGroups own_twice(const ParamGroups& groups) = 0;
+  virtual std::vector<at::Tensor> own_once() = 0;
+  // This rank's part of the groups, as they have been divided.
+  virtual ParamGroups own_part(const ParamGroups& groups) = 0;
+  // What this rank owns, and its state.
+  virtual std::vector<Estate::Shard> shards() const = 0;
+  // Names of parameters that are the same on all ranks.
+  using ShardNames = std::unordered_map<const c10::TensorImpl*, std::string>;
+  virtual ShardNames shard_names() const = 0;
+  // What this rank owns has its values, which its parameters must have, too.
+  virtual void take_filled() {}
+  // Whether the program has written parameters since the last update; adopt_alone() adopts that without the other ranks, whose programs
+  // have made the same changes.
+  virtual bool is_written() const = 0;
+  virtual void adopt_alone() = 0;
+  // What second owners have of gradients is as the first owners have it. DisagreeError if they have other values. Collective.
+  virtual void complete_second() = 0;
+  void require_own_state() const;
+  // What an update has left for the other ranks comes to them. Collective. end_outdated(): nor will it, as their shards are replaced.
+  virtual void publish_second() = 0;
+  virtual void end_outdated() = 0;
   // Gradients must not change any more, which require_sealed() checks: UsageError.
-  virtual void seal_gradients() {}
-  virtual void require_sealed() const {}
+  virtual void seal_gradients() = 0;
+  virtual void require_sealed() const = 0;
+  // What all ranks own, where they share memory: each of them can give all.
+  Estate shared_estate(const ParamGroups& groups);
+  // All ranks have come to the division with second owners that this one has made, or learn that they had.
+  void seal_division(int64_t division);
   // Whether steps have a commit.
   bool has_commit() const { return guarded || commit.lone || has_second(); }
   // Of a rank without a guard.
   void step_alone(bool updates);
+  // The local optimizer's, of what it has gradients for.
+  virtual void step_owned() { local->step(); }
   // Whether other hosts have the same commit.
   bool has_replicas() const { return everybody && everybody->size() > group.size(); }
 

@@ -140,10 +140,6 @@ void ShardedOptimizerCore::State::publish() {
 void ShardedOptimizerCore::State::end_step(bool scaled) {
   for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
   for (const auto& module : modules) module->drop_former();
-  if (second) {
-    second->updated = shards();
-    second->before.reset();
-  }
   collected.reset();
   if (!scaled) return;
   for (const auto& module : modules) {

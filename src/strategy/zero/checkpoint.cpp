@@ -68,7 +68,7 @@ class OSSSource : public CheckpointSource {
   CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
-    state_.hand_out("loaded parameters");
+    state_.hand_out(state_.label("loaded parameters"));
     differences_ = resume_from(group(), {&reducer_of(parallel_)}, past.own);
   }
 

@@ -44,6 +44,12 @@ std::vector<at::Tensor> OSSCore::State::take_gradients() {
     const bool elsewhere = shares.owners[i] != group.rank() && gradient.defined();
     if (elsewhere && !is_watchable(gradient)) gradients.push_back(gradient);  // a stand-in has no memory
   }
+  if (twice.gradients) {
+    for_owned([&](size_t place, int owner) {
+      if (owner == group.rank()) return;
+      if (const auto copy = gradient_of(place, owner); copy.defined()) gradients.push_back(copy);
+    });
+  }
   return gradients;
 }
 
@@ -115,6 +121,7 @@ void OSSCore::State::adopt_values() {
   if (!values.empty()) {
     for (const auto& buffer : buffers) buffer->leave_to_holders();
     agree_on_values(group, values);
+    twice.written = has_second();
     for (const auto& buffer : buffers) {
       if (!buffer->changed().empty()) buffer->adopt(label("replaced parameters"));
     }

@@ -30,14 +30,9 @@ UpdateTargets OSSCore::State::shared_targets(const ParamGroups& groups) {
   return targets;
 }
 
-void OSSCore::State::share_anew(const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults) {
+void OSSCore::State::divide_anew() {
   std::fill(shares.owners.begin(), shares.owners.end(), -1);
   choose_owners(shares);
-  auto part = empty_like(groups);
-  const auto all = shared_targets(groups);
-  for (const auto& target : all[static_cast<size_t>(group.rank())])
-    part[target.param_group].params().push_back(target.values);
-  local = make_local(make, part, defaults, name);
   fill_buffers();
   ++times_shared;
 }
@@ -63,6 +58,7 @@ bool is_that_of_this_host(const Group& group, const Group& everybody, std::optio
 void OSSCore::require_regroupable(const Group& everybody) {
   if (is_that_of_this_host(state().group, everybody, state().owners)) state().everybody = everybody;
   if (state().options.broadcast_fp16) throw UsageError("Elastic: OSSOptions::broadcast_fp16 is not supported");
+  if (is_apart_over(everybody)) return;
   const auto& buffers = state().buffers;
   const bool shared = std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return buffer->shared(); });
   if (everybody.all_reduce(shared ? 1 : 0, ReduceOp::min, state().label("whether parameters are shared")) == 0) {
@@ -73,8 +69,29 @@ void OSSCore::require_regroupable(const Group& everybody) {
   }
 }
 
+bool OSSCore::shards_over_all() const {
+  return !state().everybody && !is_by_host(state().group);
+}
+
+bool OSSCore::is_apart_over(const Group& everybody) const {
+  return shards_over_all() && everybody.size() > 1 && everybody.transport() != "host";
+}
+
+bool OSSCore::has_owner(const at::Tensor& parameter) const {
+  return state().shares.owner_of(parameter).has_value();
+}
+
 void OSSCore::regroup(const Group& group, int64_t step) {
   auto& state = this->state();
+  if (shards_over_all()) begin_regroup(group, is_apart_over(group));
+  if (state.second) {
+    state.group = group;
+    state.steps = step;  // which a rank that has come does not know, for labels
+    state.twice.owners.clear();
+    state.twice.gradients.reset();
+    state.divide_anew();
+    return take_over_from_owners(step);
+  }
   if (group.size() == 1 && !state.has_commit() && !state.alone) {  // as before
     state.group = group;
     state.steps = step;
@@ -89,7 +106,8 @@ void OSSCore::regroup(const Group& group, int64_t step) {
   } else {
     state.group = group;
   }
-  state.share_anew(param_groups_, *defaults_);
+  state.divide_anew();
+  state.local = make_local(state.make, state.own_part(param_groups_), *defaults_, state.name);
   take_over(step);
 }
 

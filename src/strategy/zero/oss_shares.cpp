@@ -227,7 +227,7 @@ void OSSCore::State::fill_buffers() {
   }
 }
 
-void OSSCore::State::hand_out(const char* what, const std::vector<int>& changed) {
+void OSSCore::State::hand_out(const Label& label, const std::vector<int>& changed) {
   const auto each = [&](const auto& act) {
     for (size_t i = 0; i < buffers.size(); ++i) {
       if (changed.empty() || changed[i] != 0) act(*buffers[i]);
@@ -235,32 +235,56 @@ void OSSCore::State::hand_out(const char* what, const std::vector<int>& changed)
   };
   each([&](ParameterBuffer& buffer) {
     buffer.take_moved();
-    buffer.publish(label(what));
+    buffer.publish(label);
   });
-  each([&](ParameterBuffer& buffer) { buffer.wait(label(what)); });
+  each([&](ParameterBuffer& buffer) { buffer.wait(label); });
 }
 
+namespace {
+
+// Nothing of it is trainable, and the other ranks see nothing change.
+bool rests(const ParameterBuffer& buffer) {
+  const auto& members = buffer.parameters();
+  return !buffer.shared() &&
+         std::none_of(members.begin(), members.end(), [](const auto& parameter) { return parameter.requires_grad(); });
+}
+
+}  // namespace
+
 // An optimizer updates what has a gradient, frozen or not, so owners say whether they have one of a frozen parameter.
-void OSSCore::State::publish() {
-  if (wrapper) wrapper->updated = wrapper->steps ? wrapper->steps() : wrapper->reduced;
-  const auto frozen = [](const at::Tensor& parameter) { return !parameter.requires_grad(); };
+std::vector<int> OSSCore::State::changed_buffers(bool updated) const {
   const auto own_gradient = [this](const at::Tensor& parameter) {
     return shares.owner_of(parameter) == group.rank() && parameter.grad().defined();
   };
   std::vector<int> changed;
-  bool ask = false;
   for (const auto& buffer : buffers) {
     const auto& members = buffer->parameters();
-    const bool rests = !buffer->shared() && std::all_of(members.begin(), members.end(), frozen);
-    ask = ask || rests;
-    changed.push_back(!rests || std::any_of(members.begin(), members.end(), own_gradient) ? 1 : 0);
+    const bool has_gradient = updated && std::any_of(members.begin(), members.end(), own_gradient);
+    changed.push_back(!rests(*buffer) || has_gradient ? 1 : 0);
   }
-  if (ask) {
+  return changed;
+}
+
+void OSSCore::State::hand_out_update(std::vector<int> changed, const Label& label) {
+  if (std::any_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return rests(*buffer); })) {
     auto all = at::tensor(changed, at::kInt);
-    group.all_reduce(all, ReduceOp::max, label("frozen parameters that are updated")).wait();
+    group.all_reduce(all, ReduceOp::max, {label.step, -1, "frozen parameters that are updated"}).wait();
     changed.assign(all.data_ptr<int>(), all.data_ptr<int>() + all.numel());
   }
-  hand_out("updated parameters", changed);
+  hand_out(label, changed);
+}
+
+void OSSCore::State::publish() {
+  if (wrapper) wrapper->updated = wrapper->steps ? wrapper->steps() : wrapper->reduced;
+  const auto changed = changed_buffers(/*updated=*/true);
+  if (second) {
+    twice.changed = changed;
+    twice.written = false;
+    twice.seen.clear();
+    twice.outdated.forget_early_use();
+    return begin_outdated();
+  }
+  hand_out_update(changed, label("updated parameters"));
   if (lone_watch) lone_watch->note();
 }
 

@@ -9,10 +9,13 @@
 #include <unordered_set>
 #include <vector>
 
+#include "engine/elastic/seen_gradient.h"
 #include "engine/sharded/changed_values.h"
+#include "engine/sharded/outdated_parameters.h"
 #include "engine/sharded/parameter_buffer.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "shoal/zero.h"
+#include "strategy/zero/second_gradients.h"
 
 namespace shoal {
 
@@ -39,6 +42,18 @@ struct WrapperLife {
   bool optimizer_ended = false;      // one of its optimizers
 };
 
+// Where parameters have two owners.
+struct OwnedTwice {
+  std::vector<int> owners{};      // by rank, the second owner of what it owns; empty: there is none
+  OutdatedParameters outdated{};  // between an update and its publication
+  std::vector<int> changed{};     // by buffer, whether the last update may have changed it
+  // Of what this rank owns a second time, where the wrapper reduces to owners; nullptr: all ranks have all gradients.
+  std::shared_ptr<SecondGradients> gradients{};
+  std::vector<SeenGradient> seen{};         // in the commit, of what this rank owns
+  std::vector<Reducer::Remains> remains{};  // then, with `gradients`
+  bool written = false;                     // the program's values were adopted since the last update
+};
+
 // Ownership by tensor.
 struct OSSCore::State : ShardedOptimizerBase::State {
   OSSOptions options{};
@@ -52,6 +67,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   std::unordered_set<const c10::TensorImpl*> owned_though_frozen{};
   bool anew = false;                           // the next shares do not keep any owner
   std::optional<ParameterWatch> lone_watch{};  // in a group of one rank, which has no buffers
+  OwnedTwice twice{};
   std::shared_ptr<WrapperLife> wrapper{};  // of the ShardedDataParallel that reduces the gradients, if there was one
   bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
@@ -71,11 +87,28 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   void publish() override;
   // In the order of the ranks' optimizers.
   UpdateTargets shared_targets(const ParamGroups& groups) override;
+  // Also in a group without shares.
+  bool apart() const override { return group.size() > 1 && group.transport() != "host"; }
+  ParamGroups own_twice(const ParamGroups& groups) override;
+  std::vector<at::Tensor> own_once() override;
+  ParamGroups own_part(const ParamGroups& groups) override;
+  std::vector<Estate::Shard> shards() const override;
+  ShardNames shard_names() const override;
+  bool is_written() const override { return twice.written || has_new_values(); }
+  void adopt_alone() override;
+  void complete_second() override;
+  void step_owned() override;
+  void publish_second() override;
+  void end_outdated() override { twice.outdated.end(); }
+  void seal_gradients() override;
+  void require_sealed() const override;
   std::string advice_on_groups() const override;
   std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const override;
 
   // Publishes the buffers for which `changed` is set; empty: all. Collective.
-  void hand_out(const char* what, const std::vector<int>& changed = {});
+  void hand_out(const Label& label, const std::vector<int>& changed = {});
+  // Of an update. Whether a buffer of what is frozen has changed, ranks ask each other. Collective.
+  void hand_out_update(std::vector<int> changed, const Label& label);
   // Where a wrapper over `all` has this optimizer by host, and so many ranks of each host, fewer than some hosts have if not
   // `equal`, own parameters. UsageError for options that hosts do not share; DisagreeError if hosts differ in others. Collective
   // over `all`.
@@ -89,12 +122,26 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
   bool is_balanced() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const override;
-  // Shares, buffers and local optimizer of the group, without state. Collective.
-  void share_anew(const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults);
+  // Owners and buffers of the group. Collective.
+  void divide_anew();
   // For errors, such as "3 [16, 5]".
   std::string describe(const at::Tensor& parameter) const;
 
  private:
+  // Calls visit(place, owner) for what this rank's optimizer updates.
+  template <class Visit>
+  void for_owned(const Visit& visit) const {
+    for (size_t place = 0; place < shares.parameters.size(); ++place) {
+      const int owner = shares.owners[place];
+      const bool second = !twice.owners.empty() && twice.owners[static_cast<size_t>(owner)] == group.rank();
+      if (owner == group.rank() || second) visit(place, owner);
+    }
+  }
+  // What the optimizer takes for one of them.
+  at::Tensor gradient_of(size_t place, int owner) const;
+  // By buffer, whether this rank's update may have changed it; updated: there was one.
+  std::vector<int> changed_buffers(bool updated) const;
+  void begin_outdated();
   // UsageError if gradients come from no wrapper any more.
   void require_wrapper() const;
   void choose_owners(OSSShares& made) const;

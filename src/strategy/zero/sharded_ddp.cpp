@@ -155,6 +155,9 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
 
 ShardedDataParallelCore::~ShardedDataParallelCore() {
   auto& life = *sharding_->life;
+  if (!life.optimizer_ended) {
+    for (auto* optimizer : sharding_->optimizers) optimizer->state().twice.gradients.reset();
+  }
   life.reduced = life.steps ? life.steps() : 0;
   life.steps = nullptr;
 }
@@ -286,6 +289,7 @@ void ShardedDataParallelCore::share() {
   state.reducer->resume(left);
   sharding_->times_shared = times_shared();
   freeze();
+  send_to_second_owners();
   if (options.log_sizes && state.group.rank() == 0) {
     std::clog << describe_sizes(*state.reducer, owners, groups) << std::endl;
   }
@@ -301,6 +305,21 @@ void ShardedDataParallelCore::require_regroupable(const torch::optim::Optimizer&
     throw UsageError("Elastic: ShardedDataParallel: a communication_hook between hosts is not supported");
   }
   state().require_regroupable();
+}
+
+void ShardedDataParallelCore::require_second_owners() const {
+  if (!state().reducer->reduction().hook()) return;
+  throw UsageError(
+      "Elastic: ShardedDataParallel: a communication_hook or reduce_fp16 is not supported where parameters have second "
+      "owners, on several hosts or over sockets: leave it out");
+}
+
+void ShardedDataParallelCore::send_to_second_owners() {
+  for (auto* optimizer : sharding_->optimizers) {
+    auto& twice = optimizer->state().twice;
+    twice.gradients.reset();
+    if (optimizer->has_second_owners()) twice.gradients = std::make_shared<SecondGradients>(state().reducer);
+  }
 }
 
 void ShardedDataParallelCore::regroup(int64_t step) {

@@ -347,7 +347,7 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
   refused({"--replan", "3:fsdp"}, "--elastic with --replan");
   refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
   refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");
-  refused({"--strategy", "zero1", "--transport", "tcp"}, "--elastic with --strategy zero1 --transport tcp");
+  refused({"--strategy", "diloco", "--transport", "tcp"}, "--elastic with --strategy diloco --transport tcp");
   refused({"--transport", "mpi"}, "--elastic with --strategy ddp --transport mpi");
   refused({"--device", "cuda"}, "--elastic with --device cuda");
   for (const std::string least : {"0", "3"}) {

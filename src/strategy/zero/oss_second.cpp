@@ -1,0 +1,156 @@
+// OSS in elastic jobs whose ranks share no memory: parameters have second owners.
+
+#include <c10/util/ScopeExit.h>
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "comm/group/hosts.h"
+#include "engine/sharded/early_use.h"
+#include "engine/sharded/second_copies.h"
+#include "shoal/error.h"
+#include "strategy/zero/oss_state.h"
+
+namespace shoal {
+
+OSSCore::ParamGroups OSSCore::State::own_twice(const ParamGroups& groups) {
+  twice.owners = second_owners(hosts_of(group));
+  twice.changed.assign(buffers.size(), 1);
+  twice.written = false;
+  twice.outdated.forget_early_use();  // of a step in which a rank has ended
+  return own_part(groups);
+}
+
+std::vector<at::Tensor> OSSCore::State::own_once() {
+  std::vector<at::Tensor> list;
+  for_owned([&](size_t place, int owner) {
+    if (owner != group.rank()) list.push_back(shares.parameters[place]);
+  });
+  twice.owners.clear();
+  twice.outdated.end();
+  twice.gradients.reset();
+  return list;
+}
+
+// In the order of the shares.
+OSSCore::ParamGroups OSSCore::State::own_part(const ParamGroups& groups) {
+  std::unordered_map<const c10::TensorImpl*, size_t> numbers;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& parameter : groups[number].params()) numbers[parameter.unsafeGetTensorImpl()] = number;
+  }
+  auto part = empty_like(groups);
+  for_owned([&](size_t place, int) {
+    const auto& parameter = shares.parameters[place];
+    part[numbers.at(parameter.unsafeGetTensorImpl())].params().push_back(parameter);
+  });
+  return part;
+}
+
+std::vector<Estate::Shard> OSSCore::State::shards() const {
+  const auto names = shard_names();
+  std::vector<Estate::Shard> list;
+  for_owned([&](size_t place, int) {
+    const auto& parameter = shares.parameters[place];
+    list.push_back({names.at(parameter.unsafeGetTensorImpl()),
+                    {.values = parameter, .parameter = parameter, .range = {0, parameter.numel()}},
+                    state_of(*local, parameter)});
+  });
+  return list;
+}
+
+OSSCore::State::ShardNames OSSCore::State::shard_names() const {
+  ShardNames names;
+  for (const auto& parameter : shares.parameters) {
+    names[parameter.unsafeGetTensorImpl()] = "parameter " + describe(parameter);
+  }
+  return names;
+}
+
+void OSSCore::State::adopt_alone() {
+  if (!has_new_values()) return;
+  twice.written = true;
+  for (const auto& buffer : buffers) buffer->adopt_alone();
+  if (lone_watch) lone_watch->note();
+}
+
+at::Tensor OSSCore::State::gradient_of(size_t place, int owner) const {
+  const auto& parameter = shares.parameters[place];
+  return owner == group.rank() || !twice.gradients ? parameter.grad() : twice.gradients->of(parameter);
+}
+
+// A program may change gradients, or one owner's alone: a digest of all elements tells whether both owners have the same.
+void OSSCore::State::complete_second() {
+  require_own_state();
+  SecondQuestion question{.gradients = std::map<int, uint64_t>(), .options = commit.options, .updates = steps};
+  for_owned([&](size_t place, int owner) {
+    question.add_element(owner, shares.parameters[place]);
+    const auto gradient = gradient_of(place, owner);
+    if (gradient.defined() && gradient.layout() != at::kStrided) {
+      throw UsageError("Elastic: sparse gradients are not supported here");
+    }
+    question.add_gradient(owner, gradient);
+  });
+  const auto differs = question.ask(group, twice.owners, {-1, -1, "whether both owners have the same"}).differs;
+  if (!differs) return;
+  if (twice.gradients) return twice.gradients->send_again(shares.parameters, shares.owners, twice.owners);
+  throw DisagreeError(
+      fmt::format("rank {} and rank {}, which own the same parameters in an elastic job, have different gradients of "
+                  "them: change gradients alike on all ranks, not on a parameter's owner alone",
+                  *differs, twice.owners[static_cast<size_t>(*differs)]));
+}
+
+void OSSCore::State::seal_gradients() {
+  if (!second) return;
+  twice.seen.clear();
+  for_owned([&](size_t place, int owner) { twice.seen.emplace_back(gradient_of(place, owner)); });
+  if (twice.gradients) twice.remains = twice.gradients->remains();
+}
+
+void OSSCore::State::require_sealed() const {
+  if (!second) return;
+  bool same = !twice.gradients || twice.remains == twice.gradients->remains();
+  size_t number = 0;
+  for_owned([&](size_t place, int owner) { same = twice.seen[number++].is(gradient_of(place, owner)) && same; });
+  if (!same) throw UsageError(GuardedUpdate::late_change);
+}
+
+// The copies take the place of tensors without memory meanwhile.
+void OSSCore::State::step_owned() {
+  std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
+  const auto put_back = c10::make_scope_exit([&] {
+    for (auto& [parameter, stand_in] : stand_ins) parameter.mutable_grad() = stand_in;
+  });
+  for_owned([&](size_t place, int owner) {
+    if (owner == group.rank() || !twice.gradients) return;
+    auto parameter = shares.parameters[place];
+    stand_ins.emplace_back(parameter, parameter.grad());
+    parameter.mutable_grad() = gradient_of(place, owner);
+  });
+  local->step();
+}
+
+void OSSCore::State::begin_outdated() {
+  for (const auto& buffer : buffers) {
+    for (size_t i = 0; i < buffer->homes().size(); ++i) {
+      twice.outdated.add(describe(buffer->parameters()[i]) + " of OSS", buffer->homes()[i]);
+    }
+  }
+}
+
+// Also of ranks that have left this update out, which the next commit says: so the number of updates is not in the labels.
+void OSSCore::State::publish_second() {
+  if (!second) return;
+  const torch::NoGradGuard no_grad;
+  twice.outdated.end();
+  try {
+    hand_out_update(twice.changed, {-1, -1, "updated parameters"});
+  } catch (...) {
+    begin_outdated();
+    throw;
+  }
+  twice.changed = changed_buffers(/*updated=*/false);
+  // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they were sent.
+  meet_without_early_use(group, twice.outdated.take_early_use(), {-1, -1, "whether all have the updated parameters"});
+}
+
+}  // namespace shoal
