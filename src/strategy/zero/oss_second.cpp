@@ -51,6 +51,7 @@ std::vector<Estate::Shard> OSSCore::State::shards() const {
   std::vector<Estate::Shard> list;
   for_owned([&](size_t place, int) {
     const auto& parameter = shares.parameters[place];
+    if (parameter.numel() == 0) return;  // nothing to give
     list.push_back({names.at(parameter.unsafeGetTensorImpl()),
                     {.values = parameter, .parameter = parameter, .range = {0, parameter.numel()}},
                     state_of(*local, parameter)});
@@ -75,7 +76,8 @@ void OSSCore::State::adopt_alone() {
 
 at::Tensor OSSCore::State::gradient_of(size_t place, int owner) const {
   const auto& parameter = shares.parameters[place];
-  return owner == group.rank() || !twice.gradients ? parameter.grad() : twice.gradients->of(parameter);
+  const bool stands_in = owner != group.rank() && twice.gradients && parameter.numel() > 0;  // grad() is without memory
+  return stands_in ? twice.gradients->of(parameter) : parameter.grad();
 }
 
 // A program may change gradients, or one owner's alone: a digest of all elements tells whether both owners have the same.

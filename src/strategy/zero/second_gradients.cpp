@@ -64,7 +64,8 @@ void SecondGradients::send_again(const std::vector<at::Tensor>& parameters, cons
   const Label label{reducer_->step(), -1, "gradients for second owners"};
   auto there = at::zeros({static_cast<int64_t>(parameters.size())}, at::kInt);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (owners[i] == group.rank() && parameters[i].grad().defined()) there[static_cast<int64_t>(i)] = 1;
+    const bool gives = owners[i] == group.rank() && parameters[i].grad().defined();
+    if (gives && parameters[i].numel() > 0) there[static_cast<int64_t>(i)] = 1;
   }
   group.all_reduce(there, ReduceOp::max, label).wait();
   taken_at_ = reducer_->step();
