@@ -48,22 +48,6 @@ struct Training {
   Elastic elastic;
 };
 
-// Without shared memory, what a rank owns ends with it.
-TEST(ElasticUpdate, ELA01_zero_over_sockets_are_refused_by_name) {
-  for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2}) {
-    SCOPED_TRACE(static_cast<int>(sharding));
-    WorldOptions options;
-    options.transport = "tcp";
-    const auto train = [&](const World& world) -> std::string {
-      alarm(30);
-      const auto net = std::make_shared<test::Net>();
-      const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
-      return fault_of_refusal("over the transport", [&] { wrapped.elastic(world); }) + "end";
-    };
-    for (const auto& rank : test::run_ranks(2, train, {}, options)) EXPECT_EQ(rank.text, "end");
-  }
-}
-
 TEST(ElasticUpdate, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_name) {
   const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
     alarm(30);
