@@ -359,7 +359,7 @@ def test_PY05_parameters_may_get_other_strides_after_wrapping(channels, transpor
                 losses.append(mean_loss(loss))
                 loss.backward()
                 optimizer.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=when != 1)  # gradients of zeros are converted, too
             worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
             assert worst < 1e-5, (when, losses, expected)
 

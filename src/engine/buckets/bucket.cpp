@@ -70,6 +70,15 @@ void Bucket::lay_out_in(at::Tensor memory) {
   own_uses_ = memory_.storage().use_count();
 }
 
+bool Bucket::moved(size_t place) const {
+  const auto& view = views_[place];
+  return !same_storage(view, flat_) || view.strides() != likes_[place].strides();
+}
+
+void Bucket::renew_view(size_t place) {
+  views_[place] = view_like(flat_, layout_.range(place).begin, likes_[place]);
+}
+
 void Bucket::leave_memory(const Group& group) {
   const auto former = lost_memory() ? at::Tensor() : flat_;
   lay_out_in(group.allocate(memory_.numel(), options()));

@@ -35,7 +35,26 @@ void AccumulatedGradients::move_to(std::vector<Bucket> before) {
   }
 }
 
+// A conversion of the module gives grad(), which may be the bucket's own tensor, other memory. The values come back, and the
+// mark of a local gradient follows them.
+void AccumulatedGradients::return_moved() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    auto& bucket = buckets_.of(i);
+    const auto place = buckets_.places()[i].index;
+    if (bucket.sparse() || !bucket.flat().defined() || !bucket.moved(place)) continue;
+    const auto moved = bucket.view(place);
+    bucket.renew_view(place);
+    const auto& parameter = gradients_[i].parameter;
+    if (!parameter.grad().is_same(moved)) continue;
+    const bool local = has_local_gradient(parameter);
+    at::Tensor(bucket.view(place)).copy_(moved.detach());
+    show(i, bucket.view(place));
+    if (local) mark_local(parameter);
+  }
+}
+
 void AccumulatedGradients::adopt_changes() {
+  if (!everywhere_) return_moved();
   std::vector<bool> zeroed(gradients_.size());  // through stand-ins, which are renewed
   for (size_t i = 0; i < gradients_.size() && own_.weight; ++i) {
     zeroed[i] = sums_.remains(i) == EarlierSums::Remains::zeros;

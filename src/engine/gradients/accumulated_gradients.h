@@ -146,6 +146,7 @@ class AccumulatedGradients {
   // Whether the caller has zeroed what local backwards with a weight gave. Autograd does not count what is written to data().
   bool was_zeroed(size_t gradient) const { return (own_.nonzero || changed(gradient)) && has_zeros(gradient); }
   void lay_in_bucket(size_t gradient);
+  void return_moved();
   void leave_what_is_kept(size_t bucket);
   // Whether the program has written to grad(), or replaced it, since note_version().
   bool changed(size_t gradient) const;
