@@ -47,6 +47,7 @@ def test_PY07_buffers_that_are_no_part_of_the_state(tmp_path):
                 tmp_path / make.__name__, shoal.checkpoint.TrainingState(model, optimizer)
             )
             assert loaded.exact and other.count == 1 and other.inv_freq[0] == 2, loaded
+        Rotary().load_state_dict(model.full_state_dict())  # FSDP's
 
     on_ranks(trains)
 

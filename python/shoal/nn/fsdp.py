@@ -147,10 +147,14 @@ class FullyShardedDataParallel(Wrapper):
             del scope
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
-        """Copies of all parameters and buffers by name, on `rank` only (empty elsewhere); None: on every rank.
-        Collective."""
+        """Copies of all parameters and buffers by name, on `rank` only (empty elsewhere); None: on every rank. Buffers with
+        persistent=False are left out. Collective."""
         self._mirror.refresh()
-        return self._core.full_state_dict(rank)
+        whole = self._core.full_state_dict(rank)
+        for prefix, module in self.module.named_modules():
+            for name in module._non_persistent_buffers_set:
+                whole.pop(f"{prefix}.{name}" if prefix else name, None)
+        return whole
 
     def units(self) -> list[list[str]]:
         """Names of the parameters of each unit."""
