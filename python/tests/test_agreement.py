@@ -293,6 +293,30 @@ def test_PY05_param_groups_of_a_decentralised_model_are_fixed():
     on_ranks(refuses)
 
 
+def test_PY05_gradients_of_parameters_in_no_wrapped_module_are_compared_by_oss():
+    def trains(rank):
+        for shards_gradients in (False, True):
+            for averages in (False, True):
+                torch.manual_seed(0)
+                net, temperature = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.ones(()))
+                optimizer = shoal.optim.OSS([*net.parameters(), temperature], torch.optim.SGD, lr=0.1)
+                if shards_gradients:
+                    model = shoal.nn.ShardedDataParallel(net, optimizer)
+                else:
+                    model = shoal.nn.DistributedDataParallel(net)
+                (model(torch.full((1, 3), rank + 1.0)) * temperature.exp()).sum().backward()
+                if averages:
+                    dist.all_reduce(temperature.grad, dist.ReduceOp.AVG)
+                    optimizer.step()
+                    assert temperature.item() != 1
+                else:
+                    with pytest.raises(shoal.DisagreeError, match="make each a part of the module.*the gradient of parameter 2"):
+                        optimizer.step()
+                dist.barrier()
+
+    on_ranks(trains)
+
+
 class Masked(torch.nn.Module):
     """A module that makes its mask when it first needs one."""
 

@@ -33,8 +33,32 @@ void OSSCore::State::require_wrapper() const {
       "the wrapper as long as the optimizer (model = ShardedDataParallel(...))");
 }
 
+// Such as a learned temperature in the loss. A program may have averaged them itself. Without any wrapper it does so with all.
+void OSSCore::State::agree_beside_wrappers() const {
+  std::vector<std::string> gradients;
+  bool some_wrapped = false;
+  for (const auto& parameter : shares.parameters) {
+    if (ForwardTurns::are_taken(parameter, /*open=*/false)) {
+      some_wrapped = true;
+    } else if (parameter.requires_grad()) {
+      const auto& gradient = parameter.grad();
+      gradients.push_back(
+          fmt::format("the gradient of parameter {}, digest {:016x}", describe(parameter),
+                      gradient.defined() ? digest_of(gradient.is_sparse() ? gradient.to_dense() : gradient) : 0));
+    }
+  }
+  if (!some_wrapped || gradients.empty()) return;
+  agree_as("agreement on gradients of parameters of OSS that are in no wrapped module", group,
+           "gradients that no wrapper averages, of parameters outside of the wrapped modules (make each a part of the "
+           "module, or average its gradient over the ranks)",
+           gradients);
+}
+
 std::vector<at::Tensor> OSSCore::State::take_gradients() {
-  if (group.size() > 1) require_wrapper();
+  if (group.size() > 1) {
+    require_wrapper();
+    agree_beside_wrappers();
+  }
   for (const auto& parameter : shares.parameters) require_no_local_gradient(parameter, name, describe(parameter));
   finite.reset();
   // Where other ranks hold the mean, too, it stays equal: a later backward may add to it.

@@ -144,6 +144,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   void begin_outdated();
   // UsageError if gradients come from no wrapper any more.
   void require_wrapper() const;
+  // DisagreeError if gradients of parameters in no wrapped module differ between ranks. Collective if there are such.
+  void agree_beside_wrappers() const;
   void choose_owners(OSSShares& made) const;
   void move_states(torch::optim::Optimizer& to);
   void fill_buffers();
