@@ -7,10 +7,16 @@
 namespace shoal {
 
 FirstTouch::~FirstTouch() {
+  disarm();
+}
+
+void FirstTouch::disarm() {
+  const std::lock_guard lock(mutex_);
   for (const auto& [storage, index] : armed_) {
     give_pointer(storage);
     unwatch(storage, *this);
   }
+  armed_.clear();
 }
 
 void FirstTouch::arm(size_t index, const at::Tensor& memory, const std::string& about) {

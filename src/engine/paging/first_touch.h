@@ -30,6 +30,8 @@ class FirstTouch : private MemoryUser {
   void arm(size_t index, const at::Tensor& memory, const std::string& about);
   // Touches all armed memory.
   void touch_all();
+  // All memory is as if it had not been armed: `touched` is not called.
+  void disarm();
 
  private:
   void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) override;

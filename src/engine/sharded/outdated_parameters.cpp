@@ -13,14 +13,11 @@ void OutdatedParameters::add(const std::string& name, const at::Tensor& paramete
 }
 
 void OutdatedParameters::end() {
-  ending_ = true;
-  first_touch_.touch_all();
-  ending_ = false;
+  first_touch_.disarm();
   errors_.clear();
 }
 
 void OutdatedParameters::refuse(size_t number) {
-  if (ending_) return;
   early_use_ = errors_[number];
   throw UsageError(early_use_);
 }

@@ -26,7 +26,6 @@ class OutdatedParameters {
 
   std::vector<std::string> errors_;
   std::string early_use_;
-  bool ending_ = false;
   FirstTouch first_touch_{[this](size_t number) { refuse(number); }};
 };
 

@@ -57,6 +57,10 @@ class SecondCopies {
   SecondCopies(const SecondCopies&) = delete;
   SecondCopies& operator=(const SecondCopies&) = delete;
 
+  // False from a forward that has built the buckets anew until the first message in them: there are copies of none.
+  bool of_these_buckets() const {
+    return rebuilt_ == reducer_.rebuilt() && copies_.size() == reducer_.buckets().size();
+  }
   const std::vector<Copy>& of(size_t bucket) const { return copies_[bucket]; }
   // Chains the messages about a bucket to its reduction.
   PendingExchange follow(PendingExchange sum, size_t bucket, const Label& label);

@@ -57,7 +57,7 @@ void OSSCore::State::agree_beside_wrappers() const {
 std::vector<at::Tensor> OSSCore::State::take_gradients() {
   if (group.size() > 1) {
     require_wrapper();
-    agree_beside_wrappers();
+    if (!has_commit()) agree_beside_wrappers();  // an elastic update must not communicate
   }
   for (const auto& parameter : shares.parameters) require_no_local_gradient(parameter, name, describe(parameter));
   finite.reset();
@@ -126,7 +126,7 @@ bool OSSCore::State::must_share_again(const ParamGroups& groups) const {
   return lacks_trainable(groups);
 }
 
-void OSSCore::State::adopt_values() {
+void OSSCore::State::separate_replaced() const {
   std::vector<at::Tensor> replaced;
   for (const auto& buffer : buffers) {
     for (size_t i = 0; i < buffer->parameters().size(); ++i) {
@@ -134,6 +134,10 @@ void OSSCore::State::adopt_values() {
     }
   }
   if (!replaced.empty()) separate(shares.named(), replaced, "OSS");
+}
+
+void OSSCore::State::adopt_values() {
+  separate_replaced();
   std::vector<ChangedValue> values;
   for (const auto& buffer : buffers) {
     buffer->forget_undone();

@@ -70,6 +70,7 @@ OSSCore::State::ShardNames OSSCore::State::shard_names() const {
 void OSSCore::State::adopt_alone() {
   if (!has_new_values()) return;
   twice.written = true;
+  separate_replaced();
   for (const auto& buffer : buffers) buffer->adopt_alone();
   if (lone_watch) lone_watch->note();
 }
@@ -87,12 +88,17 @@ void OSSCore::State::complete_second() {
   for_owned([&](size_t place, int owner) {
     question.add_element(owner, shares.parameters[place]);
     const auto gradient = gradient_of(place, owner);
-    if (gradient.defined() && gradient.layout() != at::kStrided) {
-      throw UsageError("Elastic: sparse gradients are not supported here");
-    }
-    question.add_gradient(owner, gradient);
+    const bool sparse = gradient.defined() && gradient.layout() != at::kStrided;
+    question.asks = question.asks || sparse;  // for an error on all ranks
+    if (!sparse) question.add_gradient(owner, gradient);
   });
-  const auto differs = question.ask(group, twice.owners, {-1, -1, "whether both owners have the same"}).differs;
+  const auto answer = question.ask(group, twice.owners, {-1, -1, "whether both owners have the same"});
+  if (answer.asked) {
+    throw UsageError(
+        "Elastic: sparse gradients are not supported where parameters have second owners, on several hosts or over "
+        "sockets: make them dense");
+  }
+  const auto& differs = answer.differs;
   if (!differs) return;
   if (twice.gradients) return twice.gradients->send_again(shares.parameters, shares.owners, twice.owners);
   throw DisagreeError(

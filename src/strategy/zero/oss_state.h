@@ -144,7 +144,9 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   void begin_outdated();
   // UsageError if gradients come from no wrapper any more.
   void require_wrapper() const;
-  // DisagreeError if gradients of parameters in no wrapped module differ between ranks. Collective if there are such.
+  // Before values of parameters that have other memory (set_data) are adopted.
+  void separate_replaced() const;
+  // DisagreeError if gradients of parameters in no wrapped module differ between the group's ranks. Collective if there are such.
   void agree_beside_wrappers() const;
   void choose_owners(OSSShares& made) const;
   void move_states(torch::optim::Optimizer& to);

@@ -36,6 +36,7 @@ SecondGradients::SecondGradients(std::shared_ptr<Reducer> reducer)
 void SecondGradients::take_copies() {
   if (std::exchange(taken_at_, reducer_->step()) == reducer_->step()) return;
   gradients_.clear();
+  if (!copies_->of_these_buckets()) return;  // the owners find other digests, and send their gradients
   const auto& buckets = reducer_->buckets();
   for (size_t number = 0; number < buckets.size(); ++number) {
     for (const auto& copy : copies_->of(number)) {
