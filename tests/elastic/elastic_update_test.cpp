@@ -48,6 +48,28 @@ struct Training {
   Elastic elastic;
 };
 
+// Outside of elastic jobs, OSS compares the gradients of such parameters in its step.
+TEST(ElasticUpdate, ELA02_ELA03_a_parameter_beside_the_wrapped_module_is_updated_without_communication) {
+  const auto train = [](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<test::Net>();
+    const auto beside = torch::ones({}, torch::requires_grad());
+    auto parameters = net->parameters();
+    parameters.push_back(beside);
+    OSS<torch::optim::Adam> optimizer(parameters, torch::optim::AdamOptions(0.01), world.group());
+    ShardedDataParallel parallel(net, optimizer, world.group());
+    Elastic elastic(world, parallel, optimizer);
+    const auto x = test::inputs_of({1, 2});
+    const auto compute = [&] {
+      optimizer.zero_grad();
+      (test::loss_of(parallel.forward(x), x) * beside.exp()).backward();
+    };
+    const bool updated = elastic.step(2, compute, [&] { optimizer.step(); });
+    return updated && beside.item<double>() != 1 ? "end" : "not updated";
+  };
+  for (const auto& rank : test::run_ranks(2, train)) EXPECT_EQ(rank.text, "end");
+}
+
 TEST(ElasticUpdate, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_name) {
   const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
     alarm(30);
