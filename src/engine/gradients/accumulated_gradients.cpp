@@ -35,8 +35,8 @@ void AccumulatedGradients::move_to(std::vector<Bucket> before) {
   }
 }
 
-// A conversion of the module gives grad(), which may be the bucket's own tensor, other memory. The values come back, and the
-// mark of a local gradient follows them.
+// A conversion of the module (channels-last) gives grad() other memory, and grad() may be the tensor that the bucket keeps as its view.
+// Makes the view again, with the values; a local gradient stays marked as one.
 void AccumulatedGradients::return_moved() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     auto& bucket = buckets_.of(i);

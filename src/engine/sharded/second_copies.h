@@ -57,7 +57,7 @@ class SecondCopies {
   SecondCopies(const SecondCopies&) = delete;
   SecondCopies& operator=(const SecondCopies&) = delete;
 
-  // False from a forward that has built the buckets anew until the first message in them: there are copies of none.
+  // Whether the copies are those of the reducer's present buckets. A forward may rebuild the buckets; the first message makes new copies.
   bool of_these_buckets() const {
     return rebuilt_ == reducer_.rebuilt() && copies_.size() == reducer_.buckets().size();
   }

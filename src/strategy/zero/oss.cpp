@@ -33,7 +33,8 @@ void OSSCore::State::require_wrapper() const {
       "the wrapper as long as the optimizer (model = ShardedDataParallel(...))");
 }
 
-// Such as a learned temperature in the loss. A program may have averaged them itself. Without any wrapper it does so with all.
+// A parameter in no wrapped module, such as a learned temperature in the loss, has this rank's own gradient, unless the program
+// averages it. Where no parameter is in one, the program, or another library's wrapper, averages all of them.
 void OSSCore::State::agree_beside_wrappers() const {
   std::vector<std::string> gradients;
   bool some_wrapped = false;
