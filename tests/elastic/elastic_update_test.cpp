@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <unistd.h>
 
@@ -47,6 +48,31 @@ struct Training {
   DistributedDataParallel<test::Net> parallel;
   Elastic elastic;
 };
+
+struct Lookup : torch::nn::Module {
+  torch::nn::Embedding table =
+      register_module("table", torch::nn::Embedding(torch::nn::EmbeddingOptions(8, 4).sparse(true)));
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(4, 1));
+  at::Tensor forward(const at::Tensor& indices) { return last(table(indices)).sum(); }
+};
+
+// Two of the ranks own the table; the others have no sparse gradient of their own to refuse.
+TEST(ElasticUpdate, ELA01_sparse_gradients_with_second_owners_are_refused_on_all_ranks) {
+  WorldOptions options;
+  options.transport = "tcp";
+  const auto train = [](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<Lookup>();
+    OSS<torch::optim::SGD> optimizer(net->parameters(), torch::optim::SGDOptions(0.1), world.group());
+    DistributedDataParallel parallel(net, world.group());
+    Elastic elastic(world, parallel, optimizer);
+    const auto compute = [&] { parallel.forward(torch::tensor({0, 3})).backward(); };
+    return fault_of_refusal("sparse gradients are not supported where parameters have second owners",
+                            [&] { elastic.step(2, compute, [&] { optimizer.step(); }); }) +
+           "end";
+  };
+  for (const auto& rank : test::run_ranks(4, train, {}, options)) EXPECT_EQ(rank.text, "end");
+}
 
 // Outside of elastic jobs, OSS compares the gradients of such parameters in its step.
 TEST(ElasticUpdate, ELA02_ELA03_a_parameter_beside_the_wrapped_module_is_updated_without_communication) {
