@@ -184,6 +184,34 @@ def check_sizes(path, text):
             yield "%s: %s has %d data members, more than %d" % (path, match.group(1), count, MOST_MEMBERS)
 
 
+STRING = re.compile(r'R"\((?:.|\n)*?\)"|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)\'')
+SCOPE = re.compile(r"\bnamespace\s+([\w:]*)\s*\{|" + CLASS.pattern.replace("(?<!enum )", "") + r"|[{}]")
+
+
+def defined_classes(text):
+    """Full names of the classes at namespace scope; none of unnamed namespaces and functions."""
+    scopes = []  # the names of what is open; None: nothing in it can be named elsewhere
+    for match in SCOPE.finditer(STRING.sub('""', text)):
+        namespace, name = match.groups()
+        if match.group() == "}":
+            scopes = scopes[:-1]
+            continue
+        if name and None not in scopes:
+            yield "::".join(scopes + [name])
+        scopes.append(name or namespace or None)
+
+
+def check_one_definition(files):
+    """Classes of one name in two files. The linker keeps one of their destructors for both, without a word."""
+    places = {}
+    for path, text in sorted(files.items()):
+        for name in defined_classes(text):
+            places.setdefault(name, set()).add(path)
+    for name, paths in sorted(places.items()):
+        if len(paths) > 1:
+            yield "%s is defined in %s" % (name, " and in ".join(sorted(paths)))
+
+
 def violations(root):
     files = sources(root)
     graph, found = {}, []
@@ -193,7 +221,7 @@ def violations(root):
         found += [line for line in (check_layers(path, target) for target in targets) if line]
         found += check_names(path, text)
         found += check_sizes(path, text)
-    return found + cycles(graph)
+    return found + list(check_one_definition(files)) + cycles(graph)
 
 
 def main():

@@ -25,6 +25,8 @@ PLANTED = [
     ("include/shoal/other.h", '#include "shoal/error.h"\n', "does not say to which layer"),
     ("src/engine/buckets/bucket.h", "struct Large {\n  int first_;\n" + 20 * "  std::map<int, int> more_{};\n" + "};\n",
      "Large has 21 data members"),
+    ("src/engine/buckets/bucket.h", 'const char open = \'{\';\nnamespace shoal {\nclass World final : public Other {};\n}\n',
+     "shoal::World is defined in include/shoal/world.h and in src/engine/buckets/bucket.h"),
     ("src/nowhere/a.cpp", '#include "shoal/error.h"\n', "is not in the order of layers"),
 ]
 

@@ -71,7 +71,7 @@ Group group_after(const Group& group, int number, const std::vector<int>& ranks)
   return group_named(group, fmt::format("/after{}[{}]", number, rank_list(ranks)), ranks);
 }
 
-std::optional<std::string> Admission::read(const std::string& key) {
+std::optional<std::string> GossipAdmission::read(const std::string& key) {
   if (blind_) return std::nullopt;
   try {
     return store_try_get(*state_of(group_)->world->meeting.store,
@@ -85,7 +85,7 @@ std::optional<std::string> Admission::read(const std::string& key) {
 }
 
 template <class Number>
-std::optional<Number> Admission::read_number(const std::string& key) {
+std::optional<Number> GossipAdmission::read_number(const std::string& key) {
   const auto text = read(key);
   if (!text) return std::nullopt;
   try {
@@ -95,7 +95,7 @@ std::optional<Number> Admission::read_number(const std::string& key) {
   }
 }
 
-void Admission::write(const std::string& key, const std::string& text) {
+void GossipAdmission::write(const std::string& key, const std::string& text) {
   try {
     store_set(*state_of(group_)->world->meeting.store, answer_key(group_, number_, key, group_.rank()), text);
   } catch (const std::exception&) {
@@ -103,13 +103,13 @@ void Admission::write(const std::string& key, const std::string& text) {
   }
 }
 
-void Admission::next() {
+void GossipAdmission::next() {
   ++number_;
   rank_ = -1;
   donor_known_ = admitted_ = false;
 }
 
-bool Admission::has_ended() const {
+bool GossipAdmission::has_ended() const {
   const auto& peers = state_of(group_)->world->meeting.peers;
   const auto& peer = peers[group_.world_rank(rank_)];
   return SteadyClock::now() > deadline_ ||
@@ -117,7 +117,7 @@ bool Admission::has_ended() const {
 }
 
 // True once a newcomer is present.
-bool Admission::meet(int64_t version, const std::vector<int>& members, const GossipChannel& channel) {
+bool GossipAdmission::meet(int64_t version, const std::vector<int>& members, const GossipChannel& channel) {
   const auto now = SteadyClock::now();
   const bool complete = members.size() == static_cast<size_t>(group_.size());
   if (blind_ || complete || now - looked_ < between_looks) return false;
@@ -141,8 +141,8 @@ bool Admission::meet(int64_t version, const std::vector<int>& members, const Gos
   return true;
 }
 
-std::optional<Admission::Counted> Admission::look(int64_t version, const std::vector<int>& members,
-                                                  GossipChannel& channel, const HandOver& hand_over) {
+std::optional<GossipAdmission::Counted> GossipAdmission::look(int64_t version, const std::vector<int>& members,
+                                                              GossipChannel& channel, const HandOver& hand_over) {
   if (rank_ < 0 && !meet(version, members, channel)) return std::nullopt;
   if (blind_ || has_ended()) {
     next();

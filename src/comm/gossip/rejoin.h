@@ -31,10 +31,10 @@ bool joins_again(const Group& group);
 Group group_after(const Group& group, int number, const std::vector<int>& ranks);
 
 // Member's side. Called between steps, by the thread that communicates.
-class Admission {
+class GossipAdmission {
  public:
   // last: number of the last newcomer that was included; 0: none.
-  explicit Admission(Group group, int last = 0) : group_(std::move(group)), number_(last + 1) {}
+  explicit GossipAdmission(Group group, int last = 0) : group_(std::move(group)), number_(last + 1) {}
 
   struct Counted {
     int rank = 0;

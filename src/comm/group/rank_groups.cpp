@@ -58,8 +58,8 @@ int smallest(const std::vector<std::vector<int>>& groups) {
   return static_cast<int>(std::min_element(groups.begin(), groups.end(), smaller)->size());
 }
 
-RankPlace place_of(const std::vector<std::vector<int>>& groups, int rank) {
-  RankPlace place;
+HybridRanks hybrid_ranks(const std::vector<std::vector<int>>& groups, int rank) {
+  HybridRanks place;
   for (const auto& group : groups) {
     const auto here = static_cast<size_t>(std::find(group.begin(), group.end(), rank) - group.begin());
     if (here == group.size()) continue;

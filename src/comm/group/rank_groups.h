@@ -18,10 +18,10 @@ std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::op
 int smallest(const std::vector<std::vector<int>>& groups);
 
 // The ranks of one rank's group, and the ranks that have the same place in every group; empty if some group has no such place.
-struct RankPlace {
+struct HybridRanks {
   std::vector<int> inside;
   std::vector<int> across;
 };
-RankPlace place_of(const std::vector<std::vector<int>>& groups, int rank);
+HybridRanks hybrid_ranks(const std::vector<std::vector<int>>& groups, int rank);
 
 }  // namespace shoal

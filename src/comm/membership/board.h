@@ -101,7 +101,7 @@ struct StragglerRule {
 };
 
 // Whether a generation still holds: none of its members has ended or given it up, and the job is not lost. Thread-safe.
-class GenerationWatch : public Interruption {
+class GenerationWatch : public WaitInterruption {
  public:
   GenerationWatch(std::shared_ptr<Board> board, uint64_t number, MemberList members, StragglerRule stragglers = {})
       : board_(std::move(board)), number_(number), members_(std::move(members)), stragglers_(stragglers) {}

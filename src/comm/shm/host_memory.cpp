@@ -131,7 +131,7 @@ void HostMemory::keep_peers(const std::vector<PageAddress>& addresses) {
   });
 }
 
-void HostMemory::interrupt_by(std::shared_ptr<const Interruption> interruption) {
+void HostMemory::interrupt_by(std::shared_ptr<const WaitInterruption> interruption) {
   const std::lock_guard lock(interruption_mutex_);
   interruption_ = std::move(interruption);
 }

@@ -93,9 +93,9 @@ class Pollable {
 };
 
 // Reason to end waits for peers early.
-class Interruption {
+class WaitInterruption {
  public:
-  virtual ~Interruption() = default;
+  virtual ~WaitInterruption() = default;
   virtual bool raised() const noexcept = 0;
 };
 
@@ -121,7 +121,7 @@ class HostMemory {
   void show(const Notice::Words& words) { page_->notice.write(words); }
 
   // Waits for peers end early while this is raised; nullptr: never.
-  void interrupt_by(std::shared_ptr<const Interruption> interruption);
+  void interrupt_by(std::shared_ptr<const WaitInterruption> interruption);
   bool interrupted() const;
 
   // poll() progresses all attached objects. A rank that waits for one group must progress the operations of all others,
@@ -187,7 +187,7 @@ class HostMemory {
   std::mutex graves_mutex_;
   std::vector<Grave> graves_;  // of retire(); their functions may read peers' memory
   mutable std::mutex interruption_mutex_;
-  std::shared_ptr<const Interruption> interruption_;
+  std::shared_ptr<const WaitInterruption> interruption_;
 };
 
 }  // namespace shoal

@@ -23,9 +23,10 @@ int64_t total_bytes(const std::vector<Piece>& pieces) {
 
 Operation::Operation(HostGroup& group, Call call, uint64_t number, const std::vector<int>& world_ranks)
     : group_(group), call_(std::move(call)), number_(number), world_ranks_(world_ranks) {
-  plan_ = make_plan(call_, group_.rank, group_.size, false);
-  if (plan_.work == Plan::Work::reduce_slices && total_bytes(plan_.exposed) <= static_cast<int64_t>(inline_bytes)) {
-    plan_ = make_plan(call_, group_.rank, group_.size, true);
+  plan_ = plan_operation(call_, group_.rank, group_.size, false);
+  if (plan_.work == OperationPlan::Work::reduce_slices &&
+      total_bytes(plan_.exposed) <= static_cast<int64_t>(inline_bytes)) {
+    plan_ = plan_operation(call_, group_.rank, group_.size, true);
   }
 }
 
@@ -174,7 +175,7 @@ bool Operation::step() {
       state_ = State::worked;
       return true;
     default:
-      if (plan_.work == Plan::Work::reduce_slices) {
+      if (plan_.work == OperationPlan::Work::reduce_slices) {
         if (!reached(block.stage_finished, round + 1, group_.size)) return false;
         copy_out(begin, end);
       }
@@ -229,7 +230,7 @@ void Operation::reduce_range(std::vector<std::byte*> destinations, int part, int
 }
 
 bool Operation::work(int64_t begin, int64_t end) {
-  if (plan_.work == Plan::Work::nothing) return true;
+  if (plan_.work == OperationPlan::Work::nothing) return true;
   std::optional<UseInPlace> use;
   if (any_shared_) use.emplace(group_.control, group_.rank);
   if (use && !use->goes_on()) return false;
@@ -238,12 +239,12 @@ bool Operation::work(int64_t begin, int64_t end) {
 }
 
 void Operation::move_bytes(int64_t begin, int64_t end) {
-  const auto* name = plan_.work == Plan::Work::copy ? "copy" : "reduce";
+  const auto* name = plan_.work == OperationPlan::Work::copy ? "copy" : "reduce";
   const TimedScope scope(group_.timeline.get(), name, call_.label.step);
   switch (plan_.work) {
-    case Plan::Work::nothing:
+    case OperationPlan::Work::nothing:
       return;
-    case Plan::Work::copy:
+    case OperationPlan::Work::copy:
       for (int rank = 0; rank < group_.size; ++rank) {
         const auto& destination = plan_.destinations[rank];
         const auto count = std::min(end, destination.bytes) - begin;
@@ -258,13 +259,13 @@ void Operation::move_bytes(int64_t begin, int64_t end) {
         if (source != destination.data + begin) std::memcpy(destination.data + begin, source, count);
       }
       return;
-    case Plan::Work::reduce: {
+    case OperationPlan::Work::reduce: {
       const auto& destination = plan_.destinations[0];
       end = std::min(end, destination.bytes);
       if (begin < end) reduce_range({destination.data + begin}, plan_.part, begin, begin, end);
       return;
     }
-    case Plan::Work::reduce_slices: {
+    case OperationPlan::Work::reduce_slices: {
       end = std::min(end, plan_.exposed[0].bytes);
       const auto lines = (end - begin + static_cast<int64_t>(cache_line) - 1) / static_cast<int64_t>(cache_line);
       const auto border = [&](int64_t slice) {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/shm/host_group.h"
-#include "comm/shm/plan.h"
+#include "comm/shm/operation_plan.h"
 #include "shoal/detail/call.h"
 
 namespace shoal {
@@ -51,7 +51,7 @@ class Operation {
   Call call_;
   uint64_t number_;
   const std::vector<int>& world_ranks_;
-  Plan plan_;
+  OperationPlan plan_;
   // Written under the transport's lock. A waiting thread reads it without the lock, to see whether another thread has
   // finished the operation, before it reads the tensors.
   std::atomic<State> state_ = State::waiting;

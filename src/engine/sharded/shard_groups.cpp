@@ -33,7 +33,7 @@ ShardGroups make_shard_groups(const Group& all, const std::vector<std::vector<in
                    .owners = owners,
                    .equal = owners * static_cast<int>(ranks.size()) == all.size()};
   if (ranks.size() == 1) return made;
-  const auto here = place_of(ranks, all.rank());
+  const auto here = hybrid_ranks(ranks, all.rank());
   made.shard = shard ? *shard : all.subgroup(here.inside);
   if (here.across.empty()) return made;
   made.replicas = here.across.size() == static_cast<size_t>(all.size()) ? all : all.subgroup(here.across);

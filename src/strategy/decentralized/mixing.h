@@ -33,7 +33,7 @@ class Mixing {
   void settle();
   // For the other ranks: sets the function that gives this rank's state to rank 1 of the pair. Without it no rank can
   // rejoin.
-  void admit_with(Admission::HandOver hand_over) { hand_over_ = std::move(hand_over); }
+  void admit_with(GossipAdmission::HandOver hand_over) { hand_over_ = std::move(hand_over); }
 
   // Opens buffers, which are shown in dtype `as`, or compressed. Call once, before the first step ends. Collective,
   // except for a newcomer.
@@ -136,8 +136,8 @@ class Mixing {
   std::unique_ptr<GossipChannel> channel_;
   int64_t version_ = 0;
   std::optional<Group> remaining_;
-  Admission admission_;
-  Admission::HandOver hand_over_;
+  GossipAdmission admission_;
+  GossipAdmission::HandOver hand_over_;
   std::unique_ptr<Newcomer> newcomer_;  // set until this rank has arrived
   int last_newcomer_ = 0;               // number of the last newcomer; 0: none
   std::vector<double> mass_;            // push-sum's weight, by buffer

@@ -34,7 +34,7 @@ int64_t Mixing::arrive(std::vector<double> mass) {
   now_ = party_of(newcomer_->members());
   for (auto& copies : copies_) copies.start_afresh(topology().period());
   last_newcomer_ = newcomer_->number();
-  admission_ = Admission(group_, last_newcomer_);
+  admission_ = GossipAdmission(group_, last_newcomer_);
   return version_;
 }
 

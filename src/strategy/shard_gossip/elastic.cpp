@@ -28,7 +28,7 @@ void ShardGossipOptimizerCore::refuse_in_elastic_job(const char* what) const {
 void ShardGossipOptimizerCore::require_regroupable(const FullyShardedCore& parallel, const Group& everybody) {
   const auto refuse = [](const std::string& fault) { throw UsageError("Elastic: ShardGossipOptimizer: " + fault); };
   require_own(parallel);
-  const auto place = place_of(ranks_by_host(hosts_of(everybody)), everybody.rank());
+  const auto place = hybrid_ranks(ranks_by_host(hosts_of(everybody)), everybody.rank());
   if (world_ranks(state().group) != place.inside || world_ranks(gossip_->across) != place.across) {
     refuse("its groups are not those of the job's hosts: make them with host_groups(world.group()), without a size");
   }
@@ -87,7 +87,7 @@ void ShardGossipOptimizerCore::show_update() {
 // hosts. All hosts are after the same step, and show its values anew.
 void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) {
   const auto ranks = ranks_by_host(hosts_of(everybody));
-  const auto place = place_of(ranks, everybody.rank());
+  const auto place = hybrid_ranks(ranks, everybody.rank());
   const auto inside = everybody.subgroup(place.inside);
   auto& gossip = *gossip_;
   // The ranks may have changed while parameters held the hosts' mean, or while only some ranks had kept their own values.

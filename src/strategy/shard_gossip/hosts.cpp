@@ -14,7 +14,7 @@ namespace shoal {
 
 HostGroups host_groups(const Group& group, std::optional<int> size) {
   agree(group, "the ranks of a host", {size ? std::to_string(*size) : "where they run"});
-  const auto place = place_of(rank_groups(hosts_of(group), size, "host_groups", "size"), group.rank());
+  const auto place = hybrid_ranks(rank_groups(hosts_of(group), size, "host_groups", "size"), group.rank());
   auto host = group.subgroup(place.inside);
   return {.inside = std::move(host), .across = group.subgroup(place.across)};
 }

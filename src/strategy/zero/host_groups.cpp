@@ -22,7 +22,7 @@ Over ranks_over(const OSSCore& optimizer, const Group& group) {
   const auto ours = world_ranks(group);
   if (theirs == ours) return Over::all;
   std::vector<int> on_host;
-  const auto here = place_of(ranks_by_host(hosts_of(group)), group.rank());
+  const auto here = hybrid_ranks(ranks_by_host(hosts_of(group)), group.rank());
   for (const int rank : here.inside) on_host.push_back(ours[static_cast<size_t>(rank)]);
   return theirs == on_host ? Over::host : Over::others;
 }

@@ -43,7 +43,7 @@ namespace {
 bool is_that_of_this_host(const Group& group, const Group& everybody, std::optional<int> owners) {
   if (group.name() == everybody.name()) return is_by_host(group);  // there is one host, so far
   const auto groups = ranks_by_host(hosts_of(everybody));
-  if (world_ranks(group) != place_of(groups, everybody.rank()).inside) return false;
+  if (world_ranks(group) != hybrid_ranks(groups, everybody.rank()).inside) return false;
   const int least = smallest(groups);
   if (owners != least && least * static_cast<int>(groups.size()) != everybody.size()) {
     throw UsageError(

@@ -11,7 +11,7 @@
 namespace shoal {
 
 // In every collective a rank exposes parts of its data and then does one kind of work on the peers' data.
-struct Plan {
+struct OperationPlan {
   enum class Work {
     nothing,        // the rank only takes part
     copy,           // destinations[r] <- part `part` of rank r, if destinations[r] has data
@@ -27,6 +27,6 @@ struct Plan {
 };
 
 // small: the data are in the header, so that every rank (or the root) reduces by itself.
-Plan make_plan(const Call& call, int rank, int size, bool small);
+OperationPlan plan_operation(const Call& call, int rank, int size, bool small);
 
 }  // namespace shoal

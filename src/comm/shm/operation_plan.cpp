@@ -1,4 +1,4 @@
-#include "comm/shm/plan.h"
+#include "comm/shm/operation_plan.h"
 
 #include <numeric>
 
@@ -20,11 +20,11 @@ std::vector<Piece> from_one(int source, const Piece& destination, int size) {
 
 }  // namespace
 
-Plan make_plan(const Call& call, int rank, int size, bool small) {
-  using Work = Plan::Work;
+OperationPlan plan_operation(const Call& call, int rank, int size, bool small) {
+  using Work = OperationPlan::Work;
   const bool root = rank == call.peer;
   const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
-  Plan plan;
+  OperationPlan plan;
   switch (call.op) {
     case Op::all_reduce:
     case Op::reduce:
