@@ -9,6 +9,7 @@ do what Gloo can: the file's comparisons with "gloo" also hold for "shoal".
 """
 
 import argparse
+import atexit
 import collections
 import faulthandler
 import json
@@ -40,6 +41,7 @@ SHORT_OF_TIME = ("test_barrier_timeout_global", "test_barrier_timeout_full_group
 
 def prepare(backend, ranks):
     folder = tempfile.mkdtemp(prefix="judge")
+    atexit.register(shutil.rmtree, folder)
     for name in ("barrier", "test_dir", "init_dir"):
         os.makedirs(os.path.join(folder, name))
     with open(os.path.join(folder, "lockfile"), "w"):

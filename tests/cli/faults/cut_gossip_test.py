@@ -47,9 +47,8 @@ def watch(processes, metrics, began):
     return ended, pause
 
 
-def main():
+def cut_a_host_off(folder):
     shoal, lost = sys.argv[1], int(sys.argv[2])
-    folder = tempfile.mkdtemp(prefix="shoal-cut-")
     metrics = os.path.join(folder, "metrics.jsonl")
     command = [shoal, "train", "--strategy", "decentralized", "--topology", "ring", "--model", "mlp", "--data",
                "reference", "--steps", str(STEPS), "--threads", "1", "--neighbour-timeout", str(NEIGHBOUR_TIMEOUT),
@@ -84,4 +83,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory(prefix="shoal-cut-") as temporary:
+        cut_a_host_off(temporary)

@@ -32,10 +32,9 @@ def lines_of(path):
         return []
 
 
-def main():
+def lose_a_host(folder):
     shoal, how, lost, strategy = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     steps_in_all = 800 if how == "replace" else 80  # a host that comes again needs a while
-    folder = tempfile.mkdtemp(prefix="shoal-lost-")
     metrics = os.path.join(folder, "metrics.jsonl")
     train = ["--", shoal, "train", "--strategy", strategy, "--model", "mlp", "--data", "reference", "--steps", str(steps_in_all),
              "--threads", "1", "--elastic", "2", "--silent-host-seconds", str(SILENCE), "--timeout", str(TIMEOUT),
@@ -98,4 +97,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory(prefix="shoal-lost-") as temporary:
+        lose_a_host(temporary)
