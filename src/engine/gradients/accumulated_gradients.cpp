@@ -131,17 +131,6 @@ void AccumulatedGradients::note_values() {
   }
 }
 
-void AccumulatedGradients::note_version(size_t gradient) {
-  const auto& grad = gradients_[gradient].parameter.grad();
-  versions_[gradient] = {Weak(grad.getIntrusivePtr()), grad.defined() ? grad._version() : 0};
-}
-
-bool AccumulatedGradients::changed(size_t gradient) const {
-  const auto& grad = gradients_[gradient].parameter.grad();
-  const auto& [tensor, version] = versions_[gradient];
-  return !grad.defined() || tensor.lock().get() != grad.unsafeGetTensorImpl() || grad._version() != version;
-}
-
 void AccumulatedGradients::note_arrival(size_t gradient) {
   own_.came[gradient] = true;
   if (everywhere_) shown_.note_graph(gradient, gradients_[gradient].parameter.grad());

@@ -10,6 +10,7 @@
 #include "engine/gradients/earlier_sums.h"
 #include "engine/gradients/shown_gradients.h"
 #include "engine/gradients/weight_under_way.h"
+#include "memory/tensor_version.h"
 #include "memory/views.h"
 
 namespace shoal {
@@ -119,11 +120,6 @@ class AccumulatedGradients {
   void resume(const Left& left, const std::function<bool(const Bucket&)>& keeps_whole);
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Version {
-    Weak tensor{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-    int64_t number = 0;
-  };
   struct Own {
     explicit Own(size_t gradients) : used(gradients), came(gradients), had(gradients), means(gradients) {}
     std::vector<bool> used;
@@ -149,8 +145,8 @@ class AccumulatedGradients {
   void return_moved();
   void leave_what_is_kept(size_t bucket);
   // Whether the program has written to grad(), or replaced it, since note_version().
-  bool changed(size_t gradient) const;
-  void note_version(size_t gradient);
+  bool changed(size_t gradient) const { return !versions_[gradient].is_of(gradients_[gradient].parameter.grad()); }
+  void note_version(size_t gradient) { versions_[gradient] = TensorVersion(gradients_[gradient].parameter.grad()); }
   // See ShownGradients.
   void show(size_t gradient, const at::Tensor& view);
   void mark(size_t gradient);
@@ -161,8 +157,8 @@ class AccumulatedGradients {
   bool everywhere_;
   Own own_;
   OthersWeight others_weight_;
-  std::vector<bool> means_;        // by gradient: an earlier step has left a mean in grad()
-  std::vector<Version> versions_;  // by gradient
+  std::vector<bool> means_;              // by gradient: an earlier step has left a mean in grad()
+  std::vector<TensorVersion> versions_;  // by gradient
   EarlierSums sums_;
   ShownGradients shown_;
   bool marked_ = false;

@@ -15,21 +15,13 @@ bool MicroBatches::has_values(size_t gradient) const {
   return grad.defined() && !is_zero(grad);
 }
 
-bool MicroBatches::changed(size_t gradient) const {
-  const auto& grad = gradients_[gradient].parameter.grad();
-  const auto& left = left_[gradient];
-  return !grad.defined() || left.tensor.lock().get() != grad.unsafeGetTensorImpl() || grad._version() != left.version;
-}
-
 // The last layers' gradients first, which are rarely zero.
 void MicroBatches::note_values(bool look) {
   nonzero_ = !look;
   for (size_t i = gradients_.size(); i-- > 0;) {
     if (!left_[i].some) continue;
     nonzero_ = nonzero_ || has_values(i);
-    const auto& grad = gradients_[i].parameter.grad();
-    left_[i].tensor = Weak(grad.getIntrusivePtr());
-    left_[i].version = grad.defined() ? grad._version() : 0;
+    left_[i].version = TensorVersion(gradients_[i].parameter.grad());
   }
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/buckets/bucket_plan.h"
+#include "memory/tensor_version.h"
 
 namespace shoal {
 
@@ -23,16 +24,13 @@ class MicroBatches {
   void forget();
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Left {
     bool some = false;
-    // As it was at the end of the last such backward.
-    Weak tensor{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-    int64_t version = 0;
+    TensorVersion version{};  // at the end of the last such backward
   };
   bool has_values(size_t gradient) const;
   // Whether the program has written to the gradient, or replaced it.
-  bool changed(size_t gradient) const;
+  bool changed(size_t gradient) const { return !left_[gradient].version.is_of(gradients_[gradient].parameter.grad()); }
 
   const std::vector<Gradient>& gradients_;
   std::vector<Left> left_;
