@@ -111,92 +111,105 @@ int bench(const BenchOptions& options, const Placement& placement, const std::ve
                       line, [&options] { return bench_rank(options, find_placement({}, process_environment()).rank); });
 }
 
+void add_collectives_options(CLI::App& command, BenchOptions& options) {
+  auto& collectives = options.collectives;
+  command
+      .add_option("--ops", collectives.ops,
+                  "all_reduce, reduce, reduce_scatter, all_gather, broadcast, all_to_all, send_recv, barrier")
+      ->delimiter(',')
+      ->capture_default_str();
+  command.add_option("--sizes", collectives.sizes, "bytes of the full tensor: 4, 64K, 16M, 1G")
+      ->delimiter(',')
+      ->capture_default_str();
+  command.add_option("--dtypes", collectives.dtypes, "float64, float32, float16, bfloat16, int64, int32")
+      ->delimiter(',')
+      ->capture_default_str();
+  command
+      .add_option("--transports", collectives.transports,
+                  "host, tcp, gloo; in builds with MPI also mpi: mpirun -n 2 shoal bench --transports mpi,host,gloo")
+      ->delimiter(',')
+      ->capture_default_str();
+  command
+      .add_option("--buffers", collectives.buffers,
+                  "memory of the tensors over host: shared (Group::allocate), once (Group::allocate_host_shared, "
+                  "all_gather only), staged (any other memory, which is copied); other transports always copy "
+                  "(default: all)")
+      ->delimiter(',');
+}
+
+void add_training_options(CLI::App& command, BenchOptions& options) {
+  auto& training = options.training;
+  command.add_flag("--train", options.train, "measure whole training steps instead of collectives");
+  command
+      .add_option(
+          "--strategies", training.strategies,
+          fmt::format("--train: strategies to measure: {}; decentralized:TOPOLOGY, and the peer decent_dp:TOPOLOGY",
+                      fmt::join(measured_strategies(), ", ")))
+      ->delimiter(',')
+      ->capture_default_str();
+  command.add_option("--model", training.model, "--train: model: mlp, cnn, gpt")->capture_default_str();
+  command.add_option("--size", training.size, "--train: model size: tiny, small; gpt also large, gpt2")
+      ->capture_default_str();
+  command.add_option("--optimizer", training.optimizer, "--train: as in shoal train")->capture_default_str();
+  command.add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
+  command.add_option("--accumulate", training.accumulate, "--train: micro-batches per step")->capture_default_str();
+  command.add_option("--steps", training.steps, "--train: steps per run, three of them warm-up")->capture_default_str();
+  command.add_option("--peer-python", training.peer_python, "--train: Python interpreter with torch, for the peers");
+  command.add_option("--peer-script", training.peer_script, "--train: path of peers.py");
+  command.add_option("--peers", training.peers, "--train: peers to measure")->delimiter(',')->capture_default_str();
+  command
+      .add_option("--peer-impl", training.peer_impl,
+                  "--train: optimizer implementation of the peers: default, foreach, fused")
+      ->capture_default_str();
+  command.add_flag(
+      "--exact-memory", training.exact_memory,
+      "--train: make malloc return freed blocks at once, also in the peers: exact memory figures, slower steps");
+}
+
+// Completes the options. Returns where the ranks are.
+Placement check_bench_options(BenchOptions& options, const CLI::App& command) {
+  refuse_what_is_ignored(command, options.train);
+  if (options.threads < 1 || options.threads > max_threads) {
+    throw UsageError(fmt::format("--threads {}: give 1 to {}", options.threads, max_threads));
+  }
+  if (options.ranks.value_or(default_ranks) < 2) throw UsageError("--ranks must be at least 2");
+  if (options.rounds.value_or(1) < 1) {
+    throw UsageError(fmt::format("--rounds {}: give at least 1", *options.rounds));
+  }
+  if (options.rounds) options.collectives.rounds = options.training.rounds = *options.rounds;
+  options.training.ranks = options.ranks.value_or(default_ranks);
+  options.training.threads = options.threads;
+  options.training.transports = options.collectives.transports;
+  options.collectives.validate();
+  if (options.train) options.training.validate();
+  const auto placement = find_placement({}, process_environment());
+  validate_start(options, placement);
+  require_not_standard_output("--html", options.html);
+  require_two_files("--json", options.json, "--html", options.html);
+  if (placement.rank == 0) {
+    require_writable_file("--json", options.json);
+    require_writable_file("--html", options.html);
+  }
+  return placement;
+}
+
 }  // namespace
 
 void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen) {
   auto* command = app.add_subcommand(
       "bench", "measure collectives or training steps, with peer implementations in the same rounds");
   const auto options = std::make_shared<BenchOptions>();
-  auto& collectives = options->collectives;
-  command
-      ->add_option("--ops", collectives.ops,
-                   "all_reduce, reduce, reduce_scatter, all_gather, broadcast, all_to_all, send_recv, barrier")
-      ->delimiter(',')
-      ->capture_default_str();
-  command->add_option("--sizes", collectives.sizes, "bytes of the full tensor: 4, 64K, 16M, 1G")
-      ->delimiter(',')
-      ->capture_default_str();
-  command->add_option("--dtypes", collectives.dtypes, "float64, float32, float16, bfloat16, int64, int32")
-      ->delimiter(',')
-      ->capture_default_str();
-  command
-      ->add_option("--transports", collectives.transports,
-                   "host, tcp, gloo; in builds with MPI also mpi: mpirun -n 2 shoal bench --transports mpi,host,gloo")
-      ->delimiter(',')
-      ->capture_default_str();
-  command
-      ->add_option("--buffers", collectives.buffers,
-                   "memory of the tensors over host: shared (Group::allocate), once (Group::allocate_host_shared, "
-                   "all_gather only), staged (any other memory, which is copied); other transports always copy "
-                   "(default: all)")
-      ->delimiter(',');
+  add_collectives_options(*command, *options);
   command->add_option("--rounds", options->rounds,
                       "number of rounds; each measures every case once (default: 20, with --train 3)");
-  auto& training = options->training;
-  command->add_flag("--train", options->train, "measure whole training steps instead of collectives");
-  command
-      ->add_option(
-          "--strategies", training.strategies,
-          fmt::format("--train: strategies to measure: {}; decentralized:TOPOLOGY, and the peer decent_dp:TOPOLOGY",
-                      fmt::join(measured_strategies(), ", ")))
-      ->delimiter(',')
-      ->capture_default_str();
-  command->add_option("--model", training.model, "--train: model: mlp, cnn, gpt")->capture_default_str();
-  command->add_option("--size", training.size, "--train: model size: tiny, small; gpt also large, gpt2")
-      ->capture_default_str();
-  command->add_option("--optimizer", training.optimizer, "--train: as in shoal train")->capture_default_str();
-  command->add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
-  command->add_option("--accumulate", training.accumulate, "--train: micro-batches per step")->capture_default_str();
-  command->add_option("--steps", training.steps, "--train: steps per run, three of them warm-up")
-      ->capture_default_str();
-  command->add_option("--peer-python", training.peer_python, "--train: Python interpreter with torch, for the peers");
-  command->add_option("--peer-script", training.peer_script, "--train: path of peers.py");
-  command->add_option("--peers", training.peers, "--train: peers to measure")->delimiter(',')->capture_default_str();
-  command
-      ->add_option("--peer-impl", training.peer_impl,
-                   "--train: optimizer implementation of the peers: default, foreach, fused")
-      ->capture_default_str();
-  command->add_flag(
-      "--exact-memory", training.exact_memory,
-      "--train: make malloc return freed blocks at once, also in the peers: exact memory figures, slower steps");
+  add_training_options(*command, *options);
   command->add_option("--ranks", options->ranks,
                       "number of processes to start (default: 2, or as set by the launcher)");
   command->add_option("--threads", options->threads, "compute threads per rank")->capture_default_str();
   command->add_option("--json", options->json, "write the report as JSON to this file; - is standard output");
   command->add_option("--html", options->html, "write the report as an HTML page with plots to this file");
   command->callback([options, command, &line, &chosen] {
-    refuse_what_is_ignored(*command, options->train);
-    if (options->threads < 1 || options->threads > max_threads) {
-      throw UsageError(fmt::format("--threads {}: give 1 to {}", options->threads, max_threads));
-    }
-    if (options->ranks.value_or(default_ranks) < 2) throw UsageError("--ranks must be at least 2");
-    if (options->rounds.value_or(1) < 1) {
-      throw UsageError(fmt::format("--rounds {}: give at least 1", *options->rounds));
-    }
-    if (options->rounds) options->collectives.rounds = options->training.rounds = *options->rounds;
-    options->training.ranks = options->ranks.value_or(default_ranks);
-    options->training.threads = options->threads;
-    options->training.transports = options->collectives.transports;
-    options->collectives.validate();
-    if (options->train) options->training.validate();
-    const auto placement = find_placement({}, process_environment());
-    validate_start(*options, placement);
-    require_not_standard_output("--html", options->html);
-    require_two_files("--json", options->json, "--html", options->html);
-    if (placement.rank == 0) {
-      require_writable_file("--json", options->json);
-      require_writable_file("--html", options->html);
-    }
+    const auto placement = check_bench_options(*options, *command);
     chosen = [options, placement, &line] { return bench(*options, placement, line); };
   });
 }

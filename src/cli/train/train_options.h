@@ -87,6 +87,9 @@ struct TrainOptions {
   void check_strategy(int ranks, std::optional<int> hosts) const;
 };
 
+// UsageError for --elastic, and options that need it, with what would not go on without a rank.
+void check_elastic(const TrainOptions& options);
+
 void add_train_options(CLI::App& command, TrainOptions& options);
 
 }  // namespace shoal::cli
