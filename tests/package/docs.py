@@ -11,7 +11,8 @@ Block = collections.namedtuple("Block", "page number language note line code")
 
 def pages(root):
     """Paths relative to the repository."""
-    found = glob.glob(os.path.join(root, "*.md")) + glob.glob(os.path.join(root, "docs/**/*.md"), recursive=True)
+    found = [path for place in ("*.md", "bench/*.md", "docs/**/*.md")
+             for path in glob.glob(os.path.join(root, place), recursive=True)]
     return sorted(os.path.relpath(path, root) for path in found)
 
 
