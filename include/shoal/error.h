@@ -6,14 +6,15 @@
 
 namespace shoal {
 
-// Base class of all exceptions that shoal throws. A message says what happened, where, and what to do. Any other
-// exception that escapes from shoal is a bug in shoal.
+// Base class of all exceptions that shoal throws. A message says what happened, where, and what to do. Exceptions of
+// the program's own code (module, loss, hooks) and of PyTorch pass through unchanged.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A mistake of the caller: an invalid option, call order or input. The call has changed nothing.
+// A mistake of the caller: an invalid option, call order or input. Unless the function says otherwise, the call has
+// changed nothing.
 class UsageError : public Error {
  public:
   using Error::Error;

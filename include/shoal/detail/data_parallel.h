@@ -1,5 +1,6 @@
 #pragma once
-// The base of all wrappers of a module: a forward that prepares a step, a backward that synchronises.
+// Base class of DistributedDataParallel, ShardedDataParallel and FullyShardedDataParallel: a forward that prepares a
+// step, a backward that synchronises.
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
