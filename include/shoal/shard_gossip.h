@@ -1,7 +1,6 @@
 #pragma once
 // ShardGossipOptimizer: decentralised training of hosts. The ranks of a host shard the model with
-// FullyShardedDataParallel, and every rank averages its shards with the ranks of the same index on a few other hosts
-// (rows DEC19, BEY14).
+// FullyShardedDataParallel, and every rank averages its shards with the ranks of the same index on a few other hosts.
 
 #include <functional>
 #include <memory>

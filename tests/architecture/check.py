@@ -32,7 +32,7 @@ COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/', re.S)
 
 
 def sources(root):
-    """{path relative to the repository: text without comments} of all headers and sources."""
+    """{path relative to the repository: text} of all headers and sources."""
     result = {}
     for top in ("include/shoal", "src"):
         for folder, _, names in os.walk(os.path.join(root, top)):
@@ -40,7 +40,7 @@ def sources(root):
                 if name.endswith((".h", ".cpp")):
                     path = os.path.join(folder, name)
                     with open(path, encoding="utf-8") as f:
-                        result[os.path.relpath(path, root)] = COMMENT.sub("", f.read())
+                        result[os.path.relpath(path, root)] = f.read()
     return result
 
 
@@ -191,7 +191,7 @@ SCOPE = re.compile(r"\bnamespace\s+([\w:]*)\s*\{|" + CLASS.pattern.replace("(?<!
 def defined_classes(text):
     """Full names of the classes at namespace scope; none of unnamed namespaces and functions."""
     scopes = []  # the names of what is open; None: nothing in it can be named elsewhere
-    for match in SCOPE.finditer(STRING.sub('""', text)):
+    for match in SCOPE.finditer(STRING.sub('""', COMMENT.sub("", text))):
         namespace, name = match.groups()
         if match.group() == "}":
             scopes = scopes[:-1]
@@ -212,10 +212,23 @@ def check_one_definition(files):
             yield "%s is defined in %s" % (name, " and in ".join(sorted(paths)))
 
 
+# Ids of docs/requirements.md move; CLI11 is a library.
+REQUIREMENT = re.compile(r"\b(?!CLI11\b)[A-Z]{3}[0-9]{2}\b")
+
+
+def check_comments(path, text):
+    """Violations of what comments may say."""
+    for comment in COMMENT.findall(text):
+        if REQUIREMENT.search(comment):
+            yield "%s: a comment names %s of docs/requirements.md" % (path, REQUIREMENT.search(comment).group())
+
+
 def violations(root):
     files = sources(root)
     graph, found = {}, []
     for path, text in sorted(files.items()):
+        found += check_comments(path, text)
+        text = COMMENT.sub("", text)
         targets = [t for t in (resolve(i, files) for i in INCLUDE.findall(text)) if t]
         graph[path] = targets
         found += [line for line in (check_layers(path, target) for target in targets) if line]

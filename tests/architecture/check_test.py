@@ -28,6 +28,7 @@ PLANTED = [
     ("src/engine/buckets/bucket.h", 'const char open = \'{\';\nnamespace shoal {\nclass World final : public Other {};\n}\n',
      "shoal::World is defined in include/shoal/world.h and in src/engine/buckets/bucket.h"),
     ("src/nowhere/a.cpp", '#include "shoal/error.h"\n', "is not in the order of layers"),
+    ("include/shoal/ddp.h", "// As in DDP07.\n", "a comment names DDP07"),
 ]
 
 

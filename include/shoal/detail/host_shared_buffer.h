@@ -1,5 +1,5 @@
 #pragma once
-// Buffer that exists once per host, for data that all ranks need in full, such as parameters (BEY17).
+// Buffer that exists once per host, for data that all ranks need in full, such as parameters.
 
 #include <torch/types.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Saver of checkpoints: each rank writes its own slices (BEY05), synchronously or in the background (BEY06).
+// Saver of checkpoints: each rank writes its own slices, synchronously or in the background.
 
 #include <filesystem>
 #include <memory>
