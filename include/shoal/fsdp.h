@@ -244,11 +244,13 @@ class FullParameters {
 // param_dtype, a tensor of another floating-point dtype is converted and its full precision goes into the float32
 // copies; without it, another dtype is a UsageError, as is a parameter that was frozen at construction and now requires
 // a gradient. Writes through data_ptr() outside of summon_full_params() are lost. Saves, full_state_dict() and
-// state_dict() show the values in place and adopt nothing: the program may put its own back afterwards. Where an evaluation or
-// summon_full_params() has adopted averages meanwhile, elements that come back as they were before the first of these changes since
-// the last step() get back all bits of their float32 copies; until then ranks keep a second copy of shards that were changed. What it holds of
-// a replaced parameter's memory (own = p.data()) keeps its values, whatever is adopted. Over sockets, tensors from data() of
-// other parameters of the unit are left behind then: take them anew.
+// state_dict() show the values in place and adopt nothing: the program may put its own back afterwards.
+//
+// If the program swaps averaged weights in and back out (an evaluation, summon_full_params()), the float32 copies are
+// restored bit for bit: an element gets its bits back if it comes back as it was before the first change since the last
+// step(). For that each rank keeps a second copy of the changed shards until the next step(). If the program replaces a
+// parameter's memory, a tensor that it took of the former memory (own = p.data()) keeps its values. Over sockets,
+// tensors that it took by data() from other parameters of the unit then no longer refer to them: call data() again.
 //
 // After backward each rank holds the reduced gradients of its own shards, and grad() is a tensor without memory. All
 // forms of zero_grad() drop or zero the reduced gradient. Reading grad() is a UsageError that names the right call (see
