@@ -49,16 +49,16 @@ struct ElasticChange {
 
 struct ElasticOptions {
   int min_ranks = 1;  // JobLost if fewer are left, or fewer than the MIN of the launcher's --elastic
-  // A rank that lives but does nothing (stopped by a signal, in an endless loop) is killed (SIGKILL) by those that wait for it, and
-  // they go on as after any death. They first wait this long in a collective, give up the step, and wait as long again: a rank
-  // that answers by then stays, the step is done again, and the limit is doubled, so that ranks which are merely slow come
-  // through. Not where fewer than min_ranks would be left, and not for a debugger. Longer than a step, an evaluation or
-  // whatever one rank does alone; less than half of WorldOptions::timeout_seconds. 0: late ranks are waited for for timeout_seconds,
-  // after which the job is lost.
+  // A rank that lives but makes no progress (stopped by a signal, in an endless loop) is killed (SIGKILL) by the ranks
+  // that wait for it, and the job continues without it. They wait straggler_seconds in a collective, abandon the step,
+  // and wait straggler_seconds again. A rank that answers in that time stays: the step is repeated and the limit
+  // doubles. No rank is killed if fewer than min_ranks would remain, or while a debugger holds it. Choose more than a
+  // step, an evaluation, or anything that one rank does alone takes, and less than half of
+  // WorldOptions::timeout_seconds. 0: wait for timeout_seconds; then the job is lost.
   double straggler_seconds = 0;
-  // On several hosts: a host of which nothing is heard for so long (it is down, or cut off) is lost, and the ranks on it are left
-  // out, if those of the other hosts are more than half of all, or half with the first one: otherwise two parts of a network
-  // that is cut might both go on. Its ranks get JobLost if they come back. At least 0.5.
+  // On several hosts: a host that has sent nothing for this long (down, or cut off) is dropped with its ranks, if the
+  // remaining hosts hold more than half of all ranks, or half and the first rank: two halves of a cut network must not
+  // both continue. Ranks of a dropped host get JobLost if it comes back. At least 0.5.
   double silent_host_seconds = 10;
   // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,
   // so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks; needs a
