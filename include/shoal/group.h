@@ -40,8 +40,8 @@ class [[nodiscard]] Work {
   // As wait(), for `limit` at most; true if the operation has finished.
   bool wait_for(std::chrono::milliseconds limit);
 
-  // Returns true if wait() would not block: the operation has finished, or it has failed, its timeout since the first call
-  // is over, or a rank that it needs has been gone for 5 s: then wait() throws.
+  // True if wait() would return or throw at once: the operation has finished or failed, its timeout (from the first
+  // call of done() or wait()) is over, or a rank that it needs has been gone for 5 s.
   bool done();
 
   // Rank of the group that has sent the message. For a finished receive from any_source.

@@ -35,9 +35,9 @@ struct WorldOptions {
   // "tcp": sockets. "auto": per group, "host" where possible; for several hosts with the same number of ranks (at least
   // 2), "host+tcp", which uses shared memory within a host and tcp between hosts, with every rank sending its own
   // part; otherwise "tcp". "gloo": PyTorch's. "mpi": requires a build with MPI and a start by mpirun.
-  // Collectives on tensors of GPUs: "auto" takes NCCL if this build has it and each rank can have one of the GPUs that it
-  // sees for itself. Otherwise, and with the others, they travel as copies in the CPU's memory, as messages always do.
-  // "nccl": NCCL for them, "auto" for tensors on the CPU.
+  // Collectives on GPU tensors. "auto": NCCL if this build has it and each rank can have a GPU of its own, else through
+  // CPU memory. "nccl": NCCL, and "auto" for CPU tensors. Other values: through CPU memory. Messages always go through
+  // CPU memory.
   std::string transport = "auto";
 
   // Compare the arguments of every collective over all ranks before it starts. host and tcp always do this;
