@@ -64,14 +64,16 @@ class DataParallelCore : public Joinable {
   //   const auto scope = parallel.no_sync(micro + 1 < micros);
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
 
-  // Ends the step on this rank: after an exception in forward, in the loss, in backward or a hook, or where the batch is
-  // skipped. If forward had begun the step, also under no_sync, the other ranks get StepAbandoned from the backward that ends it, and
-  // no rank has valid gradients: on all of them they are zero, or undefined if they were before the step; sharded sums of earlier
-  // steps stay. Does nothing between steps. The caller must zero gradients accumulated so far. The next forward calls it by itself
-  // after an exception in forward, in a hook or in a backward that had computed a gradient, but not after one under no_sync, where the
-  // program may leave out a micro-batch and go on; after others it cannot know. A rank that then goes on without it meets the others
-  // one step late: if it has dropped the result of its forward, backward is a UsageError on all ranks. Where ranks have agreed to leave
-  // a step, and one of them may not have begun it, zero the gradients instead: its call would do nothing, and the others wait for it.
+  // Ends the step on this rank after an exception (in forward, the loss, backward or a hook), or to skip the batch.
+  // Does nothing between steps. Call zero_grad() afterwards.
+  // - If forward had begun the step, also under no_sync(), the other ranks get StepAbandoned from the backward that
+  //   ends it, and gradients are invalid on all ranks: zero, or undefined if they were so before. Sharded sums of
+  //   earlier steps stay.
+  // - The next forward calls it after an exception in forward, in a hook, or in a backward that had computed a
+  //   gradient, but not under no_sync(), where the program may leave out a micro-batch. After other exceptions call it
+  //   yourself: a rank that goes on without it meets the others one step late (docs/guides/ddp.md).
+  // - If the ranks have agreed to skip a step that some of them have not begun, do not call it (there it would do
+  //   nothing, and the others would wait): zero the gradients.
   void abandon_step();
 
   // Communication of a step for which this rank has no batch, in a Join scope: matches the collectives of forward and
