@@ -1,5 +1,5 @@
 #pragma once
-// How a command's work ends: as an exit code, with one line on standard error for an error.
+// Exit code of a command, and its line on standard error for an error.
 
 #include <functional>
 #include <string>

@@ -1,5 +1,5 @@
 #pragma once
-// What a process that comes to an elastic job gets of it.
+// Transfer of the job's state to processes that join.
 
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>

@@ -1,5 +1,5 @@
 #pragma once
-// What ranks of an elastic job set for themselves and must have in common.
+// Settings that must be equal on all ranks of an elastic job.
 
 #include <cstddef>
 #include <cstdint>

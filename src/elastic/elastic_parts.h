@@ -1,5 +1,5 @@
 #pragma once
-// What an elastic training trains: what depends on the strategy.
+// Strategy-dependent part of an elastic training.
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>

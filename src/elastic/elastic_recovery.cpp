@@ -1,4 +1,4 @@
-// What ranks do when others have ended or come.
+// Recovery of an elastic job after ranks have ended or come.
 
 #include <fmt/format.h>
 #include <torch/utils.h>

@@ -1,5 +1,5 @@
 #pragma once
-// What a process that comes to an elastic job must have in common with it.
+// Terms that a process must meet to join an elastic job.
 
 #include <functional>
 #include <string>

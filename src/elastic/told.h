@@ -1,5 +1,5 @@
 #pragma once
-// How the end of ranks is told to people and programs.
+// Report of a change of the ranks, to people and programs.
 
 #include <string>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What it means for a job that it was told to stop.
+// State of a job that was told to stop.
 
 #include <chrono>
 #include <optional>

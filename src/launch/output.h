@@ -1,5 +1,5 @@
 #pragma once
-// What a launcher writes to its own standard output and error: the lines of its ranks, and its own.
+// Standard output and error of a launcher: the lines of its ranks, and its own.
 
 #include <fmt/format.h>
 #include <poll.h>

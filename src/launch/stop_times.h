@@ -1,5 +1,5 @@
 #pragma once
-// When ranks that do not end on their own are ended.
+// Times at which ranks that do not end on their own are ended.
 
 #include <chrono>
 #include <optional>

@@ -1,5 +1,5 @@
 #pragma once
-// What really crosses sockets, for reports.
+// Bytes that crossed sockets, for reports.
 
 #include <cstdint>
 

@@ -216,8 +216,14 @@ def check_one_definition(files):
 REQUIREMENT = re.compile(r"\b(?!CLI11\b)[A-Z]{3}[0-9]{2}\b")
 
 
+# A file's comment opens with a noun.
+OPENING = re.compile(r"\s*(?:#pragma once\s*)?// (What|How|Which|Who|Whose|Whether|When|Where|Of)\b")
+
+
 def check_comments(path, text):
     """Violations of what comments may say."""
+    if OPENING.match(text):
+        yield "%s: its first comment opens with '%s', not with a noun" % (path, OPENING.match(text).group(1))
     for comment in COMMENT.findall(text):
         if REQUIREMENT.search(comment):
             yield "%s: a comment names %s of docs/requirements.md" % (path, REQUIREMENT.search(comment).group())

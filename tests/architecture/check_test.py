@@ -29,6 +29,7 @@ PLANTED = [
      "shoal::World is defined in include/shoal/world.h and in src/engine/buckets/bucket.h"),
     ("src/nowhere/a.cpp", '#include "shoal/error.h"\n', "is not in the order of layers"),
     ("include/shoal/ddp.h", "// As in DDP07.\n", "a comment names DDP07"),
+    ("src/layout/other.h", "#pragma once\n// What a rank holds.\n", "opens with 'What'"),
 ]
 
 

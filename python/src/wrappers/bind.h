@@ -1,5 +1,5 @@
 #pragma once
-// What the bindings of all strategies share.
+// Declarations that the bindings of all strategies share.
 
 #include <map>
 #include <memory>

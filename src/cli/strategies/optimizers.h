@@ -1,4 +1,5 @@
 #pragma once
+// Optimizers that the command line names.
 
 #include <torch/optim/optimizer.h>
 

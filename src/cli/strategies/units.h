@@ -1,4 +1,5 @@
 #pragma once
+// Units of the built-in models.
 
 #include <string>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What flight recorders say of each rank.
+// State and lateness of each rank, from flight recorders.
 
 #include <cstdint>
 #include <optional>

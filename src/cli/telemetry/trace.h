@@ -1,4 +1,5 @@
 #pragma once
+// Traces of a rank's timeline, as files for trace viewers.
 
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What `shoal train` does between steps and at the end: evaluations and checkpoints.
+// Work of `shoal train` between steps and at the end: evaluations and checkpoints.
 
 #include <fmt/format.h>
 

@@ -1,4 +1,5 @@
 #pragma once
+// Evaluation of a built-in model.
 
 #include "data/dataset.h"
 #include "models/model.h"

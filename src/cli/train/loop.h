@@ -1,5 +1,5 @@
 #pragma once
-// Where a training stands.
+// Position of a training in its loop.
 
 #include "cli/train/train_log.h"
 #include "cli/train/trainer.h"

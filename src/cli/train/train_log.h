@@ -1,5 +1,5 @@
 #pragma once
-// What one rank tells of a training while it runs: a progress bar, lines between, and the metrics file.
+// Log of a training while it runs: a progress bar, lines between, and the metrics file.
 
 #include <cstdint>
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
 #pragma once
-// What a training tells of itself.
+// Result of a training: losses, times, bytes and memory.
 
 #include <cstdint>
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
 #pragma once
-// What a rank knows of the others in gossip over sockets, and what it sends to them. Never waits, and has no lock.
+// This rank's view of the other ranks in gossip over sockets, and its messages to them. Never waits, and has no lock.
 
 #include <poll.h>
 #include <torch/types.h>

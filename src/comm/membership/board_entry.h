@@ -1,5 +1,5 @@
 #pragma once
-// What a member of an elastic job shows the others.
+// Entry of a member of an elastic job on the board that the others read.
 
 #include <cstdint>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What the generations of an elastic job begin with: the world of its first ranks, or of a newcomer, which is alone.
+// Beginning of an elastic job's generations: the world of its first ranks, or of a newcomer, which is alone.
 
 #include <chrono>
 #include <memory>

@@ -1,4 +1,5 @@
 #pragma once
+// Transport over MPI.
 
 #include <memory>
 #include <string>

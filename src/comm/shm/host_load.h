@@ -1,5 +1,5 @@
 #pragma once
-// Whether other programs want this host's cores.
+// Detection of other load on this host's cores.
 
 #include <atomic>
 #include <chrono>

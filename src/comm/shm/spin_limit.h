@@ -1,5 +1,5 @@
 #pragma once
-// How long a wait polls before it sleeps in the kernel.
+// Limit on how long a wait polls before it sleeps in the kernel.
 
 #include <algorithm>
 #include <atomic>

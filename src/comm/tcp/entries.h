@@ -1,5 +1,5 @@
 #pragma once
-// What the ranks of a group have told each other that they call, on the tcp transport.
+// Announcements of calls between the ranks of a group, on the tcp transport.
 
 #include <cstdint>
 #include <deque>

@@ -1,5 +1,5 @@
 #pragma once
-// What a rank sends and receives in a collective, and in which order.
+// Order of a rank's sends and receives in a collective.
 
 #include <cstddef>
 #include <cstdint>

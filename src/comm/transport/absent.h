@@ -1,4 +1,5 @@
 #pragma once
+// Transport of a group that cannot communicate.
 
 #include <memory>
 

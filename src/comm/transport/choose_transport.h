@@ -1,4 +1,5 @@
 #pragma once
+// Choice of a group's transport.
 
 #include <memory>
 #include <string>

@@ -1,4 +1,5 @@
 #pragma once
+// Transport over Gloo.
 
 #include <memory>
 #include <string>

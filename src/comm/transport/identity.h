@@ -1,4 +1,5 @@
 #pragma once
+// Transport of a group of one rank.
 
 #include "comm/transport/transport.h"
 

@@ -1,4 +1,5 @@
 #pragma once
+// Transport over NCCL, of GPU tensors.
 
 #include <string>
 

@@ -1,4 +1,5 @@
 #pragma once
+// Transport that records its calls.
 
 #include "comm/transport/transport.h"
 #include "shoal/detail/call_log.h"

@@ -1,5 +1,5 @@
 #pragma once
-// How long a wait sleeps before it looks again at what cannot wake it.
+// Time that a wait sleeps before it looks again at what cannot wake it.
 
 #include <algorithm>
 #include <chrono>

@@ -1,4 +1,4 @@
-// What a checkpoint has beside tensors: loss scale, options of param groups, schedules, random numbers.
+// Loading of what a checkpoint has beside tensors: loss scale, options of param groups, schedules, random numbers.
 
 #include <ATen/Context.h>
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
 #pragma once
-// What ranks that share memory have updated, and their optimizers' state, as any of them can read it.
+// Updated parameters and optimizer state in memory that the ranks of a host share.
 
 #include <torch/optim/optimizer.h>
 

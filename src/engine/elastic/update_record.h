@@ -1,5 +1,5 @@
 #pragma once
-// What a rank of an elastic job writes down in shared memory while it updates its share, so that others can finish it.
+// Log of a rank's update in shared memory, from which another rank can finish it.
 
 #include <atomic>
 #include <cstdint>

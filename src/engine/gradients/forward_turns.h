@@ -1,5 +1,5 @@
 #pragma once
-// Which of several wrappers a backward is of, where these have a parameter in common, such as two networks with one encoder.
+// Assignment of a backward to one of several wrappers that share a parameter, such as two networks with one encoder.
 
 #include <torch/types.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What float32 copies of rounded parameters take of what programs write to these.
+// Merge of the program's writes into float32 copies of rounded parameters.
 
 #include <torch/types.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Which parameters the program has written in place, and which of them it has put back since.
+// Parameters that the program has written in place, without those that it has put back since.
 
 #include <torch/types.h>
 

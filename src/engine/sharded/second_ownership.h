@@ -1,5 +1,5 @@
 #pragma once
-// Of a rank of an elastic job whose ranks share no memory: which division of shards it has, and what counts while another one is made.
+// State of a rank's second ownership: the present division of shards, and the next one.
 
 #include <optional>
 #include <vector>

@@ -1,4 +1,4 @@
-// What ranks of an elastic job with second owners compare before an update.
+// Comparison of the ranks of an elastic job with second owners before an update.
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-// What a rank owns a second time of ranges of parameters.
+// Ranges of parameters of which a rank is the second owner.
 
 #include <torch/utils.h>
 

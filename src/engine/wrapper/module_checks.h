@@ -1,5 +1,5 @@
 #pragma once
-// What wrappers cannot take of a module, and where it would show late or never.
+// Checks for modules that a wrapper cannot train, which would show late or never.
 
 #include <string>
 #include <vector>
