@@ -1,5 +1,5 @@
 #pragma once
-// Whether a tensor has been written to or replaced since it was looked at.
+// Version of a tensor, to see whether it has been written to or replaced since.
 
 #include <ATen/ATen.h>
 
