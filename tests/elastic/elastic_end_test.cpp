@@ -18,11 +18,12 @@ using test::Sharding;
 using test::Trained;
 
 struct Model {
-  Model(const Trained& trained, const Group& group, uint64_t seed) : net(std::make_shared<test::Net>()) {
+  Model(const Trained& trained, const Group& group, uint64_t seed, bool freezes = true)
+      : net(std::make_shared<test::Net>()) {
     torch::manual_seed(seed);
     const torch::NoGradGuard no_grad;
     for (auto& parameter : net->parameters()) parameter.uniform_(-0.3, 0.3);
-    net->second->weight.set_requires_grad(false);  // frozen, and large enough for every rank to own a part
+    if (freezes) net->second->weight.set_requires_grad(false);  // large enough for every rank to own a part
     net->to_dtype(trained.module_dtype());
     wrapped = test::wrap_as(trained, net, group);
   }
@@ -71,7 +72,8 @@ struct EndInSave {
 std::string train(const World& world, const Trained& trained, const std::filesystem::path& folder,
                   const std::optional<EndInSave>& end = std::nullopt) {
   alarm(60);
-  const Model model(trained, world.group(), 1);
+  const bool freezes = trained.sharding != Sharding::fsdp || world.group().transport() == "host";  // else refused
+  const Model model(trained, world.group(), 1, freezes);
   auto training = model.training();
   {
     const auto elastic = model.wrapped.elastic(world, ElasticOptions{.on_change = [](const ElasticChange&) {}});
@@ -85,6 +87,7 @@ std::string train(const World& world, const Trained& trained, const std::filesys
       if (!elastic->step(2, compute, [&] { model.wrapped.step(); })) continue;
       model.wrapped.optimizer->zero_grad();
     }
+    if (end) elastic->together([&] { save(folder, training, {.step = 4}); });  // the same state, which stays
     elastic->together([&] {
       if (end) end->before();
       save(folder, training, {.step = 5});
@@ -94,10 +97,19 @@ std::string train(const World& world, const Trained& trained, const std::filesys
     }
   }
   const auto plain = model.train(5, 8, world.rank());
-  const Model loaded(trained, world.group(), 2);
-  auto past = loaded.training();
-  load(folder, past);
-  if (loaded.train(5, 8, world.rank()) != plain) return "the checkpoint goes on otherwise";
+  std::vector<std::string> saved{"latest"};
+  if (end) saved.emplace_back("step-4");
+  for (const auto& name : saved) {
+    const Model loaded(trained, world.group(), 2, freezes);
+    auto past = loaded.training();
+    load(folder / name, past);
+    if (loaded.train(5, 8, world.rank()) != plain) return name + ": the checkpoint goes on otherwise";
+  }
+  saved.insert(saved.end(), {".lock", "step-5"});
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    const auto name = entry.path().filename().string();
+    if (std::count(saved.begin(), saved.end(), name) == 0) return name + " is left";
+  }
   if (auto* fsdp = dynamic_cast<FullyShardedCore*>(model.wrapped.parallel.get())) {
     const auto whole = fsdp->full_state_dict();
     fsdp->unwrap();
@@ -109,17 +121,33 @@ std::string train(const World& world, const Trained& trained, const std::filesys
   return "same " + plain;
 }
 
+WorldOptions over(const std::string& transport) {
+  WorldOptions options;
+  options.transport = transport;
+  return options;
+}
+
 TEST(ElasticEnd, ELA02_checkpoints_and_plain_steps_after_the_loss_of_a_rank) {
-  for (const auto& trained :
-       {Trained(), Trained{Sharding::zero1}, Trained{Sharding::zero2}, Trained{Sharding::megatron},
-        Trained{.sharding = Sharding::megatron, .dtype = at::kBFloat16}, Trained{Sharding::fsdp},
-        Trained{.sharding = Sharding::fsdp, .dtype = at::kBFloat16}}) {
+  struct Case {
+    Trained trained;
+    std::string transport = "auto";  // over others with second owners
+  };
+  for (const auto& [trained, transport] : {Case{},
+                                           {{Sharding::zero1}},
+                                           {{Sharding::zero2}},
+                                           {{Sharding::megatron}},
+                                           {{.sharding = Sharding::megatron, .dtype = at::kBFloat16}},
+                                           {{Sharding::fsdp}},
+                                           {{.sharding = Sharding::fsdp, .dtype = at::kBFloat16}},
+                                           {{Sharding::zero1}, "tcp"},
+                                           {{.sharding = Sharding::megatron, .dtype = at::kBFloat16}, "tcp"},
+                                           {{Sharding::fsdp}, "tcp"}}) {
     for (const int ranks : {2, 3}) {
-      SCOPED_TRACE(
-          fmt::format("{}, {}, {} ranks", static_cast<int>(trained.sharding), c10::toString(trained.dtype), ranks));
+      SCOPED_TRACE(fmt::format("{} over {}, {} ranks", name_of(trained), transport, ranks));
       const test::TempFolder folder;
-      const auto ended =
-          test::run_ranks(ranks, [&](const World& world) { return train(world, trained, folder.path()); });
+      const auto ended = test::run_ranks(
+          ranks, [&, trained = trained](const World& world) { return train(world, trained, folder.path()); }, {},
+          over(transport));
       for (int rank = 0; rank < ranks; ++rank) {
         if (rank == 1) continue;
         EXPECT_TRUE(WIFEXITED(ended[rank].status)) << WTERMSIG(ended[rank].status);
@@ -134,17 +162,22 @@ TEST(ElasticEnd, ELA02_checkpoints_and_plain_steps_after_the_loss_of_a_rank) {
 TEST(ElasticEnd, ELA01_ELA02_a_rank_ends_while_it_writes_a_checkpoint) {
   for (const auto& trained : {Trained(), Trained{Sharding::zero1}, Trained{Sharding::zero2},
                               Trained{Sharding::megatron}, Trained{Sharding::fsdp}}) {
-    for (const rlim_t bytes : {0, 1500}) {
-      SCOPED_TRACE(fmt::format("{}, {} bytes", name_of(trained), bytes));
+    for (const rlim_t bytes : {0, 1500, 1501}) {
+      const bool over_sockets = bytes == 1501;  // sharded: with second owners
+      const std::string transport = !over_sockets ? "auto" : trained.sharding == Sharding::zero2 ? "gloo" : "tcp";
+      SCOPED_TRACE(fmt::format("{} over {}, {} bytes", name_of(trained), transport, bytes));
       const int victim = trained.sharding == Sharding::none || bytes == 0 ? 0 : 2;
       const test::TempFolder folder;
-      const auto ended = test::run_ranks(3, [&](const World& world) {
-        const bool ends = world.rank() == victim;
-        const auto before = [&] {
-          if (ends) end_when_writing(bytes);
-        };
-        return train(world, trained, folder.path(), EndInSave{.before = before});
-      });
+      const auto ended = test::run_ranks(
+          3,
+          [&](const World& world) {
+            const bool ends = world.rank() == victim;
+            const auto before = [&] {
+              if (ends) end_when_writing(bytes);
+            };
+            return train(world, trained, folder.path(), EndInSave{.before = before});
+          },
+          {}, over(transport));
       for (int rank = 0; rank < 3; ++rank) {
         if (rank == victim) {
           EXPECT_TRUE(WIFSIGNALED(ended[rank].status)) << ended[rank].text;
@@ -155,6 +188,59 @@ TEST(ElasticEnd, ELA01_ELA02_a_rank_ends_while_it_writes_a_checkpoint) {
         EXPECT_EQ(ended[rank].text, ended[victim == 0 ? 1 : 0].text);
       }
     }
+  }
+}
+
+size_t entries_in(const char* folder) {
+  const std::filesystem::directory_iterator entries(folder);
+  return static_cast<size_t>(std::distance(begin(entries), end(entries)));
+}
+
+// Nor does the end of a rank, in which operations fail that are on their way.
+TEST(ElasticEnd, ELA01_changes_of_the_ranks_leave_no_threads_and_no_open_files) {
+  struct Case {
+    Trained trained;
+    std::string transport;
+  };
+  for (const auto& [trained, transport] :
+       {Case{Trained(), "gloo"}, {{Sharding::fsdp}, "gloo"}, {{Sharding::fsdp}, "tcp"}, {{Sharding::fsdp}, "auto"}}) {
+    SCOPED_TRACE(fmt::format("{} over {}", name_of(trained), transport));
+    const auto ended = test::run_ranks(
+        3,
+        [&, trained = trained](const World& world) -> std::string {
+          alarm(60);
+          const Model model(trained, world.group(), 1, /*freezes=*/false);
+          const bool ends = world.rank() == 2;
+          const auto elastic = model.wrapped.elastic(world, ElasticOptions{.on_change = [](const ElasticChange&) {}});
+          const auto step_to = [&](int64_t last) {
+            while (elastic->steps() < last) {
+              const auto compute = [&] {
+                if (ends && elastic->steps() == 6) std::raise(SIGKILL);
+                model.backward(elastic->steps(), world.rank());
+              };
+              elastic->step(2, compute, [&] { model.wrapped.step(); });
+              model.wrapped.optimizer->zero_grad();
+            }
+          };
+          const auto open = [] { return std::pair(entries_in("/proc/self/task"), entries_in("/proc/self/fd")); };
+          const auto is_more = [](auto now, auto then) { return now.first > then.first || now.second > then.second; };
+          std::pair<size_t, size_t> first;
+          for (int64_t step = 1; step < 8; ++step) {
+            step_to(step);
+            elastic->recover();
+            if (step == 2) first = open();
+          }
+          auto last = open();
+          for (int i = 0; i < 500 && is_more(last, first); ++i) {  // threads end a moment later
+            usleep(10'000);
+            last = open();
+          }
+          if (!is_more(last, first)) return "";
+          return fmt::format("{} threads and {} files, and {} and {} before", last.first, last.second, first.first,
+                             first.second);
+        },
+        {}, over(transport));
+    for (const int rank : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "");
   }
 }
 

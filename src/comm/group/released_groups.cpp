@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/start_thread.h"
+#include "shoal/error.h"
 
 namespace shoal {
 
@@ -35,8 +36,15 @@ void ReleasedGroups::end_unreferenced(bool aside) {
   std::vector<Group> ending(std::make_move_iterator(first), std::make_move_iterator(groups_.end()));
   groups_.erase(first, groups_.end());
   if (!aside) return;
-  for (auto& group : ending) {
-    start_thread("ends a group", [one = std::move(group)]() mutable { one.transport.reset(); }).detach();
+  for (auto& group : ending) end_aside(std::move(group.transport));
+}
+
+void end_aside(std::shared_ptr<Transport> transport) {
+  auto* kept = new std::shared_ptr<Transport>(std::move(transport));
+  try {
+    start_thread("ends a group", [kept] { delete kept; }).detach();
+  } catch (
+      const UsageError&) {  // NOLINT(bugprone-empty-catch): no thread can be started, so it stays until the process ends
   }
 }
 

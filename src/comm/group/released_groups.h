@@ -38,4 +38,7 @@ class ReleasedGroups {
   std::vector<Group> groups_;
 };
 
+// Destroys it on a separate thread, because it may have threads that end late or never.
+void end_aside(std::shared_ptr<Transport> transport);
+
 }  // namespace shoal

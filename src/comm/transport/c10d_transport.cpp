@@ -3,6 +3,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -157,8 +158,14 @@ class C10dTransport : public Transport {
         disconnect_(std::move(disconnect)) {}
 
   std::string name() const override { return name_; }
-  bool joins_threads() const override { return true; }
+  bool joins_threads() const override { return !given_up_; }
 
+  // Late messages of an operation in flight must not reach tensors that this rank uses again.
+  void give_up(const std::string& /*why*/) override {
+    if (!disconnect_) return;
+    disconnect_();
+    given_up_ = true;
+  }
   void abandon(const Abandoned&) override {
     if (disconnect_) disconnect_();
   }
@@ -311,6 +318,7 @@ class C10dTransport : public Transport {
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::function<void(const Call&)> before_collective_;
   std::function<void()> disconnect_;
+  std::atomic<bool> given_up_ = false;
 };
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "base/without_sigpipe.h"
 #include "comm/agreement/fingerprint.h"
 #include "comm/group/group_state.h"
+#include "comm/group/released_groups.h"
 #include "comm/rendezvous/while_waiting.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/store.h"
@@ -144,7 +145,11 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   auto transport = make_c10d_transport("gloo", connected, tag, [gloo = connected.get()] { gloo->disconnect(); });
   auto* seen = transport.get();
   auto keep = [released_groups = world.released_groups, transport = std::move(transport), store, rank,
-               size](Transport*) mutable { released_groups->keep(std::move(transport), std::move(store), rank, size); };
+               size](Transport*) mutable {
+    // Given up: an operation in flight that waits for a rank that lives ends at Gloo's deadline.
+    if (!transport->joins_threads()) return end_aside(std::move(transport));
+    released_groups->keep(std::move(transport), std::move(store), rank, size);
+  };
   return {seen, std::move(keep)};
 }
 
