@@ -85,7 +85,8 @@ class TrainingState {
   TrainingState& with(torch::optim::LRScheduler& schedule);
   TrainingState& with(torch::optim::ReduceLROnPlateauScheduler& schedule);
 
-  // Waits for a background save and throws its error. Collective.
+  // Waits for a background save and throws its error. One that is cut off by a change of the ranks of an elastic job is only
+  // a warning: the next one is made by those that are left. Collective.
   void wait();
   // True while a background save is running. Not collective.
   bool saving() const;

@@ -191,6 +191,40 @@ TEST(ElasticEnd, ELA01_ELA02_a_rank_ends_while_it_writes_a_checkpoint) {
   }
 }
 
+// A rank ends while it writes in the background, which the others notice in their next steps. The checkpoint is lost, and
+// the next ones are not.
+TEST(ElasticEnd, ELA01_a_rank_ends_in_a_save_in_the_background_and_the_next_one_is_complete) {
+  for (const auto& trained : {Trained(), Trained{Sharding::zero2}, Trained{Sharding::fsdp}}) {
+    SCOPED_TRACE(name_of(trained));
+    const int victim = trained.sharding == Sharding::none ? 0 : 2;
+    const test::TempFolder folder;
+    const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+      alarm(60);
+      const bool ends = world.rank() == victim;
+      const Model model(trained, world.group(), 1);
+      auto training = model.training();
+      const auto elastic = model.wrapped.elastic(world, ElasticOptions{.on_change = [](const ElasticChange&) {}});
+      while (elastic->steps() < 6 || world.size() == 3) {
+        const auto compute = [&] { model.backward(elastic->steps(), world.rank()); };
+        if (!elastic->step(2, compute, [&] { model.wrapped.step(); })) continue;
+        model.wrapped.optimizer->zero_grad();
+        if (ends && elastic->steps() == 3) end_when_writing(1500);
+        elastic->together([&] { save_async(folder.path(), training, {.step = elastic->steps()}); });
+      }
+      elastic->together([&] { training.wait(); });
+      const Model loaded(trained, world.group(), 2);
+      auto past = loaded.training();
+      const auto step = load(folder.path(), past).step;
+      const auto state = [&](const Model& of) { return test::hash_of(of.wrapped.state(*of.net), *of.net); };
+      return step == elastic->steps() && state(loaded) == state(model) ? "" : fmt::format("step {}", step);
+    });
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(WIFSIGNALED(ended[rank].status), rank == victim) << ended[rank].text;
+      EXPECT_EQ(ended[rank].text, "");
+    }
+  }
+}
+
 size_t entries_in(const char* folder) {
   const std::filesystem::directory_iterator entries(folder);
   return static_cast<size_t>(std::distance(begin(entries), end(entries)));

@@ -46,7 +46,8 @@ struct CheckpointSaver::State {
   std::shared_ptr<const SaveOrders> orders{};  // of the previous save
   at::Tensor buffer{};                         // kept, because fresh memory costs as much as the copy itself
   std::future<void> background{};
-  std::future<void> removal{};  // removal of old checkpoints
+  std::filesystem::path writes{};  // the checkpoint that it writes
+  std::future<void> removal{};     // removal of old checkpoints
 };
 
 CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
@@ -84,11 +85,24 @@ void CheckpointSaver::save_async(const CheckpointContents& contents) {
   std::shared_ptr<SaveJob> job = state_->start(contents);
   job->detach(state_->buffer, bytes_of_mebibytes(static_cast<double>(state_->options.snapshot_mb)));
   state_->background = start_async("saves a checkpoint", [job] { job->finish(); });
+  state_->writes = state_->root / step_name(contents.step);
 }
 
 void CheckpointSaver::wait() {
   if (state_->removal.valid()) state_->removal.get();
-  if (state_->background.valid()) state_->background.get();
+  if (!state_->background.valid()) return;
+  try {
+    state_->background.get();
+  } catch (const CommError&) {
+    const auto& group = *state_of(state_->group);
+    if (!group.world->watch) throw;
+    std::error_code ignored;
+    if (!std::filesystem::exists(state_->writes, ignored)) {
+      TORCH_WARN("checkpoint ", state_->writes.string(),
+                 " was not saved: the ranks of this elastic job changed while it was written");
+    }
+    if (group.progress->ended.text().empty()) throw;  // they have not changed yet
+  }
 }
 
 bool CheckpointSaver::busy() const {
