@@ -96,140 +96,40 @@ struct ElasticOptions {
 //   torch::optim::AdamW optimizer(model->parameters());
 //   shoal::DistributedSampler sampler(dataset.size().value(), world.group());
 //   shoal::Elastic elastic(world, parallel, optimizer, sampler, {.min_ranks = 2});              // 1
-//   for (size_t epoch = 0; epoch < epochs; ++epoch) {
+//   for (size_t epoch = elastic.first_epoch(); epoch < epochs; ++epoch) {                       // 2
 //     sampler.set_epoch(epoch);
-//     while (elastic.in_epoch()) {                                                              // 2
+//     while (elastic.in_epoch()) {                                                              // 3
 //       auto loader = torch::data::make_data_loader(dataset, sampler, 64);
 //       for (auto& batch : *loader) {
-//         const auto compute = [&] { cross_entropy(parallel.forward(batch.data), batch.target).backward(); };  // 3
-//         if (!elastic.step(batch.data.size(0), compute, [&] { optimizer.step(); })) break;     // 4
+//         const auto compute = [&] { cross_entropy(parallel.forward(batch.data), batch.target).backward(); };  // 4
+//         if (!elastic.step(batch.data.size(0), compute, [&] { optimizer.step(); })) break;     // 5
 //         optimizer.zero_grad();
-//         schedule.step();
 //       }
-//     }                                                                                         // 5
+//     }                                                                                         // 6
 //   }
 //
-// A rank that is killed, crashes or ends ends the communication of the others at once. They agree on who is left, and go
-// on as a smaller world: `world`, its copies, `parallel` and `sampler` are then those of the ranks that are left; nothing
-// is read from disk, and no process starts again. The step in which a rank died is finished if a rank may have finished
-// it, and otherwise undone and done again with the data divided anew. Parameters and optimizer state are in either case,
-// to the bit, those of the last complete step, whoever died and when: a rank updates only once all ranks have their
-// gradients, for which a step has one small all-reduce more.
+// A rank that is killed, crashes or ends ends the communication of the others at once. They agree on who is left and go
+// on as a smaller world: `world`, its copies, wrapper, optimizer and sampler follow. The step in which a rank died is
+// finished if a rank may have finished it, and otherwise undone and done again with the data divided anew. Parameters
+// and optimizer state are, to the bit, those of the last complete step.
 //
-// With OSS, under DistributedDataParallel or ShardedDataParallel, with DistributedOptimizer and with FullyShardedOptimizer
-// each rank updates its share, chunk by chunk, in memory that the ranks share, and so are float32 copies of 16-bit
-// parameters. If a rank dies in its update, the lowest one that lives finishes the share with the same bits; update()
-// returns as if nothing had happened, and the ranks change in the next communication. The shares of those that are left
-// are then divided anew. A loop is the same, except that
-// - clip_grad_norm() of OSS, clip_grad_norm_() of FullyShardedDataParallel and whatever else changes gradients belongs to
-//   `compute`, or to `prepare` where that is called for one share after the other, and OSS's step(scaler) is refused;
-// - which parameters are trainable stays as it was, and the optimizer's state is not loaded within the loop.
-// What DistributedOptimizer and FullyShardedOptimizer do by their options (loss scaler, clip_grad) comes between `compute`
-// and `update`. DistributedOptimizer has no wrapper:
+// - `compute` has all micro-batches of a step and what changes gradients, such as clipping; it may be run again.
+// - `update` steps the optimizer, once per complete step, and must not communicate: UsageError. A rank on which it throws
+//   anything but a UsageError has left the job.
+// - Gradients do not accumulate over steps: zero_grad() after each one, or at the beginning of `compute`. UsageError on
+//   all ranks if `compute` adds to a gradient that is not zero.
+// - Errors are caught within `compute`. If it throws before its backward on some ranks and their loops go on, the step is
+//   a UsageError on all, unless abandon_step() has ended it for all.
+// - Other communication, such as an evaluation, runs in together(), or the loop catches CommError and calls recover().
+//   Handles on groups of the former world end (CommError): take world.group() again.
+// - In a process that comes to the job world.joining() is true. It constructs all of this alone, without a checkpoint and
+//   without communication; the constructor gives it the job's state. Its loop begins with first_epoch(), and its own
+//   counters follow from steps().
 //
-//   shoal::DistributedOptimizer<torch::optim::AdamW> optimizer(model, 1e-3, world.group(), {.clip_grad = 1.0});
-//   shoal::Elastic elastic(world, optimizer, sampler);
+// All ranks compute on the CPU. Errors: UsageError names what is not supported, and what a loop does wrong; JobLost where
+// the job cannot go on, which is no CommError. Not thread-safe: one thread trains.
 //
-// Nor has LocalUpdates, whose step() is the second function:
-//
-//   shoal::LocalUpdates local(model, optimizer, world.group(), {.every = 500, .outer = shoal::OuterNesterov{}});
-//   shoal::Elastic elastic(world, local, sampler);
-//   ...
-//         const auto compute = [&] { cross_entropy(model->forward(batch.data), batch.target).backward(); };
-//         if (!elastic.step(batch.data.size(0), compute, [&] { local.step(); })) break;
-//         local.zero_grad();
-//
-// Exchanges come after it, within Elastic::step(). One in which a rank dies is finished if it may be finished on some
-// rank, and otherwise done again over those that are left; one that is on its way (`delay`) is sent again, with the present
-// values. Each rank has theta and its momentum, so they survive. What a dead rank has trained since its last exchange was
-// in its own parameters alone, and is lost; its samples of these steps count as taken. A newcomer begins with the mean of
-// the parameters, and with the buffers and the optimizer state of one rank. Ranks wait for each other in the commit of each
-// step.
-//
-// With ShardGossipOptimizer, whose groups are host_groups(world.group()), each host has parameters of its own, which its ranks
-// share: they outlive a rank, but not the last one of a host. Exchanges come before the commit of a step; ranks of all hosts
-// wait for each other there. Within the job no process can join, and pass() and global_avg() are refused, as is
-// overlap = false. hold_mean() and hold_own() belong in together(): if a rank ends meanwhile, the hosts' own values come back.
-//
-// What a loop must keep to:
-// - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping that does not communicate, a loss
-//   scale, a moving average of the weights; not with second owners: behind step()). `update` must not communicate: UsageError. A rank whose `update` throws has left the job, but
-//   for a UsageError: the others finish the step.
-// - Errors are caught within `compute`. If it throws before its backward on some ranks and their loops go on, the step is a
-//   UsageError on all (not for LocalUpdates), unless abandon_step() has ended it for all, of DistributedOptimizer, or of a
-//   wrapper after its forward. With a wrapper, an error in forward or backward ends it by itself.
-// - Gradients do not accumulate over several calls of step(), because a step is undone as a whole: zero_grad() after each
-//   step() or at the beginning of `compute`. UsageError on all ranks if `compute` adds to a gradient that is not zero.
-// - Other communication of the ranks, such as an evaluation, runs in together(), or the loop catches CommError and calls
-//   recover(). With second owners, so do writes of parameters between steps that may be made twice, such as a clamp. A decay
-//   may not: leave it to the optimizer.
-// - Handles on the former world's groups end (CommError): take world.group() again. That concerns MeanMetric,
-//   ProgressBar and hooks of one's own, which keep a group.
-//
-// The mean of gradients is over the ranks that are left: the global batch is smaller. With keep_global_batch it is not:
-//
-//   shoal::Elastic elastic(world, parallel, optimizer, sampler, {.keep_global_batch = 4 * 64});  // 4 ranks
-//   ...
-//       auto loader = torch::data::make_data_loader(dataset, sampler, elastic.batch_size());
-//       for (auto& batch : *loader) {
-//         const auto compute = [&](int64_t begin, int64_t end) {  // once for each share of the batch
-//           cross_entropy(parallel.forward(batch.data.slice(0, begin, end)), batch.target.slice(0, begin, end)).backward();
-//         };
-//
-// Each share of 64 samples is computed as on a rank of its own, with the same memory for activations, the same random
-// numbers of the CPU's generator (seeded by step and share from rank 0's seed at construction) and the buffers that share 0
-// of the step before left, whoever computes it. A rank with several shares holds its whole gradients until the last one
-// (no_sync()), whatever the strategy. Not for LocalUpdates and ShardGossipOptimizer, whose ranks have no gradients in common (UsageError). A
-// `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
-// needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
-//
-// Ranks may come: `shoal launch --elastic MIN:MAX` starts lost ranks again and takes more. Such a process runs the same
-// program; world.joining() is true in it. It constructs model, wrapper, optimizer, schedule and sampler alone, as a world of
-// one rank, without the former ranks' checkpoint; so it holds whole parameters and optimizer state until it has joined, with
-// a sharded strategy, too. The constructor of Elastic waits until the others are between two steps, and gives it their
-// parameters, buffers, optimizer state, options, loss scale and place in the epoch; then the ranks change as after a
-// death, and step() returns false on the others. In the loop:
-// - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
-//   in_epoch() with another epoch. Passes within an epoch must follow from steps(), since a newcomer's own count begins anew.
-// - A schedule keeps its own count: if (world.joining()) schedule.set_position(elastic.steps()), after the constructor. In a
-//   job that was resumed, steps() counts from the resumption: add the steps before it. Options of the optimizer and
-//   parameters that differ from rank to rank in a step make the newcomers leave, and so do different operations.
-// - Nothing communicates between the constructor and in_epoch(), or the first step() without a sampler, because the other
-//   ranks do not make these calls: a UsageError in a newcomer.
-// - Batch size and learning rate do not follow from world.size(), which is 1 in a newcomer's constructors.
-// - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors or
-//   give and take, or begins anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
-// A newcomer that does not fit the job (model, optimizer and its options but for numbers, transport, wrapper's options, sampler) gets a
-// UsageError that lists what differs, and so does one of a job that cannot be joined: shards of each host over sockets,
-// optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice
-// it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
-// whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again; one that is
-// stopped in its first update() of a sharded optimizer is waited for as any rank. A newcomer that
-// fails is not tried again.
-//
-// Buffers are rank 0's, as ever: where rank 0 has died, running statistics go on from those of the next rank, unless
-// keep_global_batch has given all ranks the same. Random numbers of the CPU's generator are set back when a step is undone.
-//
-// A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds; with straggler_seconds it is
-// killed before, and `shoal launch --max-restarts` starts another one in its place.
-//
-// All ranks compute on the CPU, over shared memory or tcp or Gloo; over shared memory alone with OSS by host, hybrid
-// shards, ShardGossipOptimizer, and DistributedOptimizer with shard_within_host. They run on one host; or on several,
-// so that a host may be lost with all of its ranks. Each host has all of the state with an optimizer that is whole on
-// each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS over
-// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host. After
-// a death, hosts with more ranks than the smallest have some that own no shards. With full_shard or shard_grad_op of
-// FullyShardedDataParallel, which no host may be able to hold, with DistributedOptimizer without shard_within_host, and
-// with OSS over world.group(), each shard has a second owner on another host, which makes the same updates; if both end
-// before shards are divided anew, the job is lost. Reading parameters of FullyShardedDataParallel communicates there:
-// do it in together(). Those of DistributedOptimizer and OSS come to all ranks behind the second function of step():
-// using them in it behind the optimizer's step() is a UsageError on all ranks. Hosts agree through the job's store: if
-// it is lost, the job is (JobLost). So let the launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0
-// does, and must live. There ranks and hosts join, and straggler_seconds kills, under launchers that were started with
-// --elastic MIN:MAX.
-//
-// Errors: UsageError at construction names what is not supported (other strategies, several model chunks, parameters that ranks do not share,
-// OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.
+// docs/guides/elastic.md has the other strategies' loops, several hosts, joining, limits and what a loop must keep to.
 class Elastic {
  public:
   // The arguments must outlive this object. Collective; from its return on all ranks, ranks may die. Throws UsageError.

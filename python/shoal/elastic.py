@@ -35,14 +35,9 @@ class HasState(Protocol):
 
 
 class Elastic:
-    """A loop whose ranks may die at any moment: the others go on in memory, with the bits of the last complete step. And ranks
-    may come, with `shoal launch --elastic MIN:MAX --max-restarts N`.
+    """A loop whose ranks may die at any moment: the others go on in memory, with the bits of the last complete step.
 
-    dist.init_process_group("shoal", init_method="shoal://")
-    model = shoal.nn.DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    sampler = shoal.data.DistributedSampler(dataset, seed=1)
-    elastic = shoal.Elastic(model, optimizer, sampler)
+    elastic = shoal.Elastic(model, optimizer, sampler)  # or DistributedOptimizer's, LocalUpdates' module
     for epoch in range(elastic.first_epoch, epochs):
         sampler.set_epoch(epoch)
         while elastic.in_epoch():  # again with each change of the ranks
@@ -53,40 +48,17 @@ class Elastic:
                     break  # the ranks have changed, and the loader has the former division
                 optimizer.zero_grad()
 
-    The step in which a rank dies is finished if a rank may have finished it, and otherwise done again with the data divided
-    anew. When the ranks change, the default process group is made again with those that there are: dist.get_rank(),
-    get_world_size() and collectives are theirs, and other process groups have ended (CommError). What communicates between two
-    steps belongs in together(). A newcomer is alone, rank 0 of 1, until this constructor has returned: it makes model,
-    optimizer, schedule and sampler as any rank does, and nothing that follows from the number of ranks. It loads no
-    checkpoint, as the state comes from the job: `if not shoal.distributed.joining()`. Counters of its own begin at 0: let
-    evaluations and the like follow from `steps`.
+    When the ranks change, the default process group is made again, and earlier groups end (CommError). A process that
+    comes (`shoal launch --elastic MIN:MAX`) is rank 0 of 1 until this constructor has returned, without a checkpoint.
 
-    Options:
-      min_ranks: JobLost if fewer are left, or fewer than the MIN of the launcher's --elastic.
-      straggler_seconds: a rank that does nothing for twice as long is killed; 0: it is waited for.
-      silent_host_seconds: a host of which nothing is heard for so long is left out, if the others are more than half.
-      keep_global_batch: samples of a step over all ranks, which those that are left keep up: loaders have batch_size samples, and
-        `compute` takes (begin, end), a share of the batch. 0: the global batch shrinks with the ranks.
-      shares: into which keep_global_batch is divided; at least as many as there will be ranks.
-      tensors: more tensors that are equal on all ranks and that a newcomer gets, such as an average of the weights.
-      state: objects with state_dict() and load_state_dict(), equal on all ranks, that a newcomer gets, by name: schedules. A
-        torch.amp.GradScaler must be among them: what it has unscaled in a step that is undone is forgotten, and a newcomer's would
-        begin anew, which only shoal.amp.GradScaler finds at once.
-      on_change: called with an ElasticChange on each rank but newcomers; None: rank 0 writes a line.
-      metrics: file to which rank 0 appends a line for each change. checkpoints: folder whose last one JobLost names.
+    min_ranks: JobLost if fewer are left. straggler_seconds, silent_host_seconds: after which a rank that does nothing
+    is killed (0: never), and a silent host left out. keep_global_batch, shares: samples of a step over all ranks that
+    stay, and into how many parts (begin, end) for `compute` they are divided. tensors, state: what a newcomer gets;
+    state has objects with state_dict() and load_state_dict(): schedules, a GradScaler. on_change: called with an
+    ElasticChange, but in newcomers. metrics: file of changes. checkpoints: folder whose last one JobLost names.
 
-    With the sharded optimizers, a share is updated part by part, by the optimizer's step() on that part, and a rank that is left
-    finishes the share of one that dies in its update. clip_grad_norm() of OSS and clip_grad_norm_() of FullyShardedDataParallel
-    belong into `compute` or `prepare`. DistributedOptimizer and LocalUpdates have no wrapper: Elastic(module, optimizer, sampler).
-
-    On several hosts, each of which has all of the state, and with `shoal launch --nnodes`, whose launcher of node 0 holds the store:
-    an optimizer that is whole on each rank, LocalUpdates, hybrid_shard, OSS over shoal.distributed.host_groups()[0], or
-    DistributedOptimizer with shard_within_host. With --elastic MIN:MAX, ranks and hosts may join there (`shoal launch --join`).
-    FullyShardedDataParallel, DistributedOptimizer and OSS over all ranks of several hosts have two owners of each shard on different
-    hosts; ranks and hosts may join there. FSDP's parameters are read within together(). Those of the others come to all ranks behind
-    `update`, within step(): to use them there behind the optimizer's step() is a UsageError on all ranks.
-
-    UsageError names what is not supported: other wrappers, models on a GPU. The C++ class of this name says more. Collective, in a newcomer with the ranks that it comes to. For one thread.
+    UsageError names what is not supported. Collective, in a newcomer with the ranks that it comes to. For one thread.
+    docs/guides/elastic.md says more, and "Elastic training" in docs/python.md.
     """
 
     def __init__(
