@@ -71,6 +71,10 @@ def shard_gossip(net, group):
     return model, shoal.optim.ShardGossipOptimizer(model, across, torch.optim.AdamW, **options, **RATES)
 
 
+# As STRATEGIES.
+LOCAL = {wrap.__name__: lambda net, group, kind, wrap=wrap: wrap(net, group) for wrap in (local_updates, decentralized, shard_gossip)}
+
+
 @pytest.mark.parametrize("transport", ["host", "gloo"])
 @pytest.mark.parametrize("wrap", [local_updates, decentralized, shard_gossip])
 def test_PY05_losses_equal_a_simulation_in_one_process(wrap, transport):
