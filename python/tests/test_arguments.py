@@ -10,6 +10,7 @@ import torch
 
 import models
 import shoal
+from loops import each_strategy
 from ranks import on_ranks
 
 
@@ -248,3 +249,29 @@ def test_PY05_results_in_deques_and_slots_are_found():
             assert net.second.weight.grad.tolist() == net.first.weight.grad.tolist() == [[3.0, 3.0, 3.0]]
 
     on_ranks(trains)
+
+
+def test_PY06_another_default_device_changes_nothing():
+    def trains(strategy, wrap):
+        trained = []
+        for device in (None, "meta"):
+            torch.set_default_device(device)
+            try:
+                torch.manual_seed(1)
+                net = torch.nn.Linear(3, 2, device="cpu")
+                model, optimizer = wrap(net)
+                for _ in range(2):
+                    model(torch.ones(4, 3, device="cpu")).square().mean().backward()
+                    if strategy == "fsdp":
+                        assert model.clip_grad_norm_(0.1).item() > 0.1
+                    elif strategy == "zero2":
+                        assert optimizer.clip_grad_norm(0.1).item() > 0.1
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    optimizer.load_state_dict(optimizer.state_dict())
+                trained.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
+            finally:
+                torch.set_default_device(None)
+        assert torch.equal(*trained), trained
+
+    each_strategy(trains)

@@ -122,7 +122,7 @@ class FullyShardedDataParallel(Wrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Clips the reduced gradients to a total norm over all shards; returns the norm before. norm_type: also "inf".
         Collective."""
-        return torch.tensor(self._core.clip_grad_norm_(float(max_norm), float(norm_type)))
+        return torch.tensor(self._core.clip_grad_norm_(float(max_norm), float(norm_type)), device="cpu")
 
     @contextlib.contextmanager
     def defer_all_reduce(self, defer: bool = True) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import pickle
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -157,6 +158,22 @@ def _keeps_random_states() -> Iterator[None]:
             sys.modules["numpy"].random.set_state(of_numpy)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _on_the_cpu(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """For steps on trial: the program may have another default device, such as "meta", whose tensors have no values."""
+
+    @functools.wraps(call)
+    def on_the_cpu(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
+        with torch.device("cpu"):
+            return call(*arguments, **keywords)
+
+    return on_the_cpu
+
+
+@_on_the_cpu
 def changed_options(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], dimensions: int
 ) -> list[str]:
@@ -174,6 +191,7 @@ def changed_options(
         return []
 
 
+@_on_the_cpu
 def depends_on_others(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], dimensions: int
 ) -> bool:
@@ -211,6 +229,7 @@ def depends_on_others(
         return False
 
 
+@_on_the_cpu
 def loaded_options(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], saved: dict[str, Any]
 ) -> dict[str, Any]:
@@ -225,6 +244,7 @@ def loaded_options(
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
+@_on_the_cpu
 def number_kinds(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
 ) -> dict[str, str]:
@@ -246,7 +266,7 @@ def number_of(kind: str | None, value: float) -> Any:
         return _plain_kinds[kind](value)
     wide = torch.get_default_dtype() == torch.float64
     dtype = getattr(torch, kind.removeprefix("torch.")) if kind else torch.float64 if wide else torch.float32
-    return torch.tensor(value, dtype=dtype)
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 _plain_kinds: dict[str | None, Callable[[float], Any]] = {"bool": bool, "int": int, "float": float}
@@ -270,6 +290,7 @@ class _Kept:
     like_parameter: set[str]
 
 
+@_on_the_cpu
 def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dimensions: int) -> _Kept | None:
     """What the optimizer keeps of a small parameter, whose sizes differ; None: it cannot take a step of one."""
     parameter = torch.nn.Parameter(torch.ones(tuple(range(2, 2 + dimensions))))
