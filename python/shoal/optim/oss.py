@@ -54,7 +54,7 @@ class OSS(ShardedOptimizer):
     def clip_grad_norm(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Clips the gradients to a total norm over all ranks' shares; returns the norm before. norm_type: also "inf".
         Collective."""
-        return torch.tensor(self._core.clip_grad_norm(float(max_norm), float(norm_type)))
+        return torch.tensor(self._core.clip_grad_norm(float(max_norm), float(norm_type)), device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients."""
