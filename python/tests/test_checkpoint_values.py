@@ -6,6 +6,8 @@ import torch
 import shoal
 from checkpoint_training import ddp, fsdp, train
 from ranks import on_ranks
+from test_local_training import LOCAL
+from test_wrappers import STRATEGIES
 
 
 @pytest.mark.parametrize("position", [b"\x80\x04\xff", "epoch 3"])
@@ -145,3 +147,56 @@ def test_PY07_a_child_named_ranks_is_the_models(tmp_path):
         return shoal.checkpoint.load(tmp_path / "run", state).exact, net.weight.tolist()
 
     assert on_ranks(run) == [(True, [1, 1, 1, 1])] * 2
+
+
+class Observed(torch.nn.Module):
+    """Its weight is quantized by channel: buffers of the observer have no element, or one, before the first forward."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width)
+        self.fake = torch.ao.quantization.default_per_channel_weight_fake_quant()
+
+    def forward(self, x):
+        return self.norm(torch.nn.functional.linear(x, self.fake(self.linear.weight), self.linear.bias))
+
+
+def training_of(model, optimizer):
+    alone = isinstance(optimizer, (shoal.optim.DistributedOptimizer, shoal.optim.LocalUpdates))
+    return shoal.checkpoint.TrainingState(
+        *((optimizer,) if alone else (model,) if isinstance(model, shoal.nn.DecentralizedDataParallel) else (model, optimizer))
+    )
+
+
+def test_PY07_buffers_get_the_shapes_that_a_load_of_the_module_would_give_them(tmp_path):
+    def trains(rank):
+        for strategy, wrap in (STRATEGIES | LOCAL).items():
+            net, run = Observed(), tmp_path / strategy
+            model, optimizer = wrap(net, None, None)
+            state = training_of(model, optimizer)
+            shoal.checkpoint.save(run, state, step=0)
+            train(model, optimizer, rank)
+            assert net.fake.scale.shape == net.fake.activation_post_process.max_val.shape == (3,), strategy
+            shoal.checkpoint.save(run, state, step=3)
+            other = Observed()
+            loaded = shoal.checkpoint.load(run, training_of(*wrap(other, None, None)))
+            assert loaded.exact and loaded.differences == [], (strategy, loaded)
+            for (name, buffer), own in zip(other.named_buffers(), net.buffers(), strict=True):
+                assert torch.equal(buffer, own), (strategy, name)
+            shoal.checkpoint.load(run / "step-0", state)
+            assert net.fake.scale.shape == (1,) and net.fake.activation_post_process.max_val.shape == (0,)
+            alone = Observed()
+            shoal.checkpoint.load_module(run, alone)
+            assert torch.equal(alone.fake.scale, other.fake.scale)
+            wider = Observed(width=4)
+            state = training_of(*wrap(wider, None, None))
+            with pytest.raises(shoal.UsageError, match=r"norm.running_mean is \[3\], wanted is \[4\]") as refused:
+                shoal.checkpoint.load(run, state)
+            assert "max_val" not in str(refused.value)
+            with pytest.raises(shoal.UsageError, match="linear.weight"):
+                shoal.checkpoint.load_module(run, wider)
+            assert wider.fake.scale.tolist() == [1.0] and wider.fake.activation_post_process.max_val.shape == (0,)
+            assert wider.norm.running_mean.shape == (4,)
+
+    on_ranks(trains)

@@ -3,6 +3,8 @@
 
 #include <torch/nn/module.h>
 
+#include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,15 @@ class HasTransientBuffers {
   virtual ~HasTransientBuffers() = default;
   // name: of a buffer of the module or one within it.
   virtual bool is_transient(const std::string& name) const = 0;
+};
+
+// A module whose buffers may get other shapes when it loads a state, as observers of quantization in Python.
+class ResizesBuffers {
+ public:
+  using Shapes = std::map<std::string, std::vector<int64_t>>;  // in the state, by name in the module
+  virtual ~ResizesBuffers() = default;
+  // Gives buffers the shapes that they would get, and any values. Returns what gives them back their own.
+  virtual std::function<void()> take_shapes(const Shapes& shapes) const = 0;
 };
 
 struct ModuleTensors {

@@ -160,4 +160,24 @@ void Mirror::refresh() {
   for (auto& table : tables_) refresh_table(table);
 }
 
+std::function<void()> Mirror::take_shapes(const Shapes& shapes) const {
+  const py::gil_scoped_acquire lock;
+  const auto resize = py::module_::import("shoal._resized").attr("resize");
+  std::vector<SharedObject> undo;
+  for (const auto& table : tables_) {
+    py::dict other;
+    for (const auto& slot : table.slots) {
+      const auto found = table.is_buffers() ? shapes.find(table.owner + slot.key->cast<std::string>()) : shapes.end();
+      if (found == shapes.end() || !slot.tensor.defined()) continue;
+      if (slot.tensor.sizes() != at::IntArrayRef(found->second)) other[*slot.key] = found->second;
+    }
+    const auto module = object_in(table.module);
+    if (!other.empty() && !module.is_none()) undo.push_back(share(resize(module, other)));
+  }
+  return [undo] {
+    const py::gil_scoped_acquire lock;
+    for (const auto& one : undo) (*one)();
+  };
+}
+
 }  // namespace shoal::python

@@ -15,7 +15,7 @@
 
 namespace shoal::python {
 
-class Mirror : public torch::nn::Module, public HasTransientBuffers {
+class Mirror : public torch::nn::Module, public HasTransientBuffers, public ResizesBuffers {
  public:
   // Mirror of a torch.nn.Module and its children; a child that occurs twice has one mirror. UsageError for what shoal
   // cannot train: parameters that are not materialised, tensors with Python behaviour of their own, scripted modules.
@@ -27,6 +27,8 @@ class Mirror : public torch::nn::Module, public HasTransientBuffers {
   void refresh();
 
   bool is_transient(const std::string& name) const override { return transient_.contains(name); }
+  // Asks modules with a _load_from_state_dict() of their own. See shoal/_resized.py. Of the root; call it without the lock.
+  std::function<void()> take_shapes(const Shapes& shapes) const override;
 
  private:
   explicit Mirror(std::string name) : Module(std::move(name)) {}

@@ -9,6 +9,7 @@
 #include "checkpoint/loading/match.h"
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/pt/pt_file.h"
+#include "engine/checkpoint/resized_buffers.h"
 #include "module/walk.h"
 #include "shoal/checkpoint.h"
 #include "shoal/deferred_init.h"
@@ -45,6 +46,8 @@ void take_stored_names(std::vector<NamedTensor>& list, const CheckpointReader& r
 Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module, const LoadModuleOptions& options) {
   const torch::NoGradGuard no_grad;
   const CheckpointReader reader(path, options.verify);
+  ResizedBuffers resized;
+  resized.take(module, reader, options.prefix);
   std::vector<std::string> transient;
   auto list = tensors_of(module, &transient);
   take_stored_names(list, reader, options.prefix);
@@ -57,7 +60,13 @@ Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module,
     wanted.push_back({options.prefix + entry.name, entry.tensor.sizes().vec(), entry.tensor.scalar_type()});
     for (const auto& alias : entry.aliases) wanted.back().aliases.push_back(options.prefix + alias);
   }
-  const auto match = require_match(reader, wanted, options.partial, "model", options.prefix);
+  Match match;
+  try {
+    match = require_match(reader, wanted, options.partial, "model", options.prefix);
+  } catch (...) {
+    resized.undo();
+    throw;
+  }
   for (const auto& entry : list) {
     const auto name = options.prefix + entry.name;
     materialize({entry.tensor});

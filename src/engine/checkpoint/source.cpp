@@ -49,6 +49,7 @@ void add_ignored(CheckpointView& view, const torch::nn::Module& module, const Mo
 }
 
 void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix) {
+  view.modules.emplace_back(&module, prefix);
   std::set<const c10::TensorImpl*> known;
   for (const auto& share : view.shares) {
     for (const auto& piece : share.pieces) known.insert(piece.parameter.unsafeGetTensorImpl());

@@ -34,6 +34,7 @@ struct CheckpointView {
   std::vector<std::string> transient{};  // buffers that are no part of the state; a checkpoint may have them
   std::map<std::string, std::vector<std::string>> aliases{};  // further names of tied tensors, by the first one
   std::map<const c10::TensorImpl*, std::string> names{};      // of the module's parameters, also of frozen ones
+  std::vector<std::pair<const torch::nn::Module*, std::string>> modules{};  // with the prefix of their names
   std::vector<NamedSlice> buffers;  // and buffer-like tensors, one set per rank; other numbers of ranks load rank 0's
   std::vector<torch::optim::Optimizer*> optimizers;   // optimizers whose param groups' options are saved
   std::vector<torch::optim::LRScheduler*> schedules;  // the strategy's own

@@ -10,6 +10,7 @@
 #include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/loader.h"
 #include "engine/checkpoint/names.h"
+#include "engine/checkpoint/resized_buffers.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -143,7 +144,9 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
     not_here = TrainingLoader(reader, source.view(), peer, group, loaded.exact, options).trained_there_alone();
   });
   source.own_frozen(not_here);
-  together([&] {
+  ResizedBuffers resized;
+  const auto check = [&] {
+    for (const auto& [module, prefix] : source.view().modules) resized.take(*module, reader, prefix);
     TrainingLoader(reader, source.view(), peer, group, loaded.exact, options).check();
     if (!whole || index.rank_states.empty()) return;
     const auto& state = index.rank_states[same_ranks ? group.rank() : 0];
@@ -154,7 +157,13 @@ Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Comp
     past.common = carried(reader, index.global_state, names::carried_tensor(""), names::strategy_part);
     if (!loaded.exact) return;
     past.own = carried(reader, state, names::of_rank(group.rank(), names::carried_tensor("")), names::ranks_part);
-  });
+  };
+  try {
+    together(check);
+  } catch (...) {
+    resized.undo();
+    throw;
+  }
   source.begin_load(past);
   TrainingLoader loader(reader, source.view(), peer, group, loaded.exact, options);
   loader.keep(kept);
