@@ -51,26 +51,26 @@ TEST(ElasticJoin, ELA06_ddp_over_tcp_and_gloo) {
 }
 
 // And it is alone again, and joined again.
-void join_a_lone_rank(const Trained& trained) {
+void join_a_lone_rank(const Trained& trained, const WorldOptions& options = {}) {
   constexpr int epochs = 2;
   const test::SharedRecord record;
   const auto body = [&](const World& world) { return test::train(world, *record, epochs, {}, {}, trained); };
   record->last_step = 3;
-  JoinJob job(1, body);
+  JoinJob job(1, body, options);
   ASSERT_TRUE(reach(*record, {0}, 3));
-  const int second = job.add(body);
+  const int second = job.add(body, options);
   ASSERT_TRUE(job.comes_to_knock(second));
   record->last_step = 6;
   ASSERT_TRUE(reach(*record, {0, second}, 6));
   job.signal(0, SIGKILL);
   record->last_step = 9;
   ASSERT_TRUE(reach(*record, {second}, 9));
-  const int third = job.add(body);
+  const int third = job.add(body, options);
   ASSERT_TRUE(job.comes_to_knock(third));
   record->last_step = 0;
   expect_good(job, {second, third}, *record, epochs);
   EXPECT_EQ(test::sizes_of(*record), std::vector<int>({1, 2, 1, 2}));
-  EXPECT_EQ(test::judged(*record, epochs, true, trained), "");
+  EXPECT_EQ(test::judged(*record, epochs, options.transport != "gloo", trained), "");
 }
 
 TEST(ElasticJoin, ELA06_a_lone_rank_is_joined) {
@@ -78,6 +78,17 @@ TEST(ElasticJoin, ELA06_a_lone_rank_is_joined) {
   for (const auto& trained : sharded) {
     SCOPED_TRACE(name_of(trained));
     join_a_lone_rank(trained);
+  }
+}
+
+TEST(ElasticJoin, ELA04_ELA06_a_lone_rank_is_joined_over_gloo) {
+  WorldOptions options;
+  options.transport = "gloo";
+  for (const auto sharding :
+       {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron, test::Sharding::fsdp}) {
+    const Trained trained{.sharding = sharding, .optimizer = "adamw"};
+    SCOPED_TRACE(name_of(trained));
+    join_a_lone_rank(trained, options);
   }
 }
 

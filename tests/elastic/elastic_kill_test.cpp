@@ -24,11 +24,12 @@ using test::Sharding;
 using test::Trained;
 
 TEST(ElasticKill, ELA01_ELA02_a_rank_ends_at_each_moment_of_a_step) {
-  for (const auto moment : {Moment::before_forward, Moment::after_forward, Moment::in_backward, Moment::before_commit,
-                            Moment::before_update, Moment::after_update, Moment::between_steps, Moment::evaluation}) {
+  for (const auto moment :
+       {Moment::before_forward, Moment::after_forward, Moment::in_backward, Moment::before_commit,
+        Moment::before_update, Moment::after_update, Moment::between_steps, Moment::in_evaluation}) {
     for (const int victim : {0, 2}) {
       SCOPED_TRACE(fmt::format("moment {}, rank {}", static_cast<int>(moment), victim));
-      die_at(3, {{victim, moment, moment == Moment::evaluation ? 1 : 5}});
+      die_at(3, {{victim, moment, 5}});
     }
   }
 }
@@ -54,6 +55,27 @@ TEST(ElasticKill, ELA01_ELA02_over_sockets_on_one_host) {
   }
 }
 
+// Each rank's share has a second owner there, as over tcp.
+TEST(ElasticKill, ELA01_ELA02_ELA04_sharded_over_gloo_on_one_host) {
+  WorldOptions options;
+  options.transport = "gloo";
+  const std::vector<Moment> moments{Moment::in_backward, Moment::in_evaluation, Moment::spoilt_update,
+                                    Moment::before_commit};
+  size_t number = 0;
+  for (const auto& trained : {Trained{.sharding = Sharding::fsdp, .optimizer = "adamw", .micro_batches = 2},
+                              {.sharding = Sharding::fsdp, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+                              {.sharding = Sharding::zero1, .optimizer = "adamw"},
+                              {.sharding = Sharding::zero2, .optimizer = "adamw", .micro_batches = 2},
+                              {.sharding = Sharding::megatron, .optimizer = "adamw", .dtype = at::kBFloat16}}) {
+    for (int i = 0; i < 2; ++i) {
+      const auto moment = moments[number++ % moments.size()];
+      const int victim = static_cast<int>(number) % 3;
+      SCOPED_TRACE(fmt::format("{}, moment {}, rank {}", name_of(trained), static_cast<int>(moment), victim));
+      die_at(3, {{victim, moment, 5}}, 1, options, trained);
+    }
+  }
+}
+
 TEST(ElasticKill, ELA01_ranks_end_while_others_recover) {
   for (const std::string transport : {"host", "tcp", "gloo"}) {
     WorldOptions options;
@@ -69,13 +91,26 @@ TEST(ElasticKill, ELA01_ranks_end_while_others_recover) {
 TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_a_rank_ends_at_each_moment_of_a_step) {
   const std::set<Moment> without_copies{Moment::before_forward, Moment::before_commit, Moment::between_steps};
   for (const auto& trained : sharded) {
-    for (const auto moment :
-         {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update, Moment::in_update,
-          Moment::spoilt_update, Moment::in_last_chunk, Moment::after_update, Moment::between_steps}) {
+    for (const auto moment : {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update,
+                              Moment::in_update, Moment::spoilt_update, Moment::in_last_chunk, Moment::after_update,
+                              Moment::between_steps, Moment::in_evaluation}) {
       if (trained.has_copies() && without_copies.contains(moment)) continue;  // nothing depends on them there
       const int victim = trained.sharding == Sharding::zero1 || trained.has_copies() ? 2 : 0;
       SCOPED_TRACE(fmt::format("{}, moment {}, rank {}", name_of(trained), static_cast<int>(moment), victim));
       die_at(3, {{victim, moment, 5}}, 1, {}, trained);
+    }
+  }
+}
+
+// Over Gloo each share has a second owner, who has to be left.
+TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_ranks_end_while_others_recover) {
+  int number = 0;
+  for (const auto& trained : sharded) {
+    for (const auto moment : {Moment::on_notice, Moment::in_division}) {
+      WorldOptions options;
+      if (++number % 4 == 0) options.transport = "gloo";
+      SCOPED_TRACE(fmt::format("{} over {}, moment {}", name_of(trained), options.transport, static_cast<int>(moment)));
+      die_at(4, {{0, Moment::in_backward, 4}, {2, moment, 4}}, 1, options, trained);
     }
   }
 }

@@ -147,8 +147,9 @@ enum class Moment {
   after_update,
   between_steps,
   evaluation,
-  on_notice,    // once it has noticed another rank's death
-  in_division,  // sharded: when its local optimizer is made anew in a recovery
+  in_evaluation,  // between two forwards
+  on_notice,      // once it has noticed another rank's death
+  in_division,    // sharded: when its local optimizer is made anew in a recovery
   after_recovery,
 };
 
@@ -386,12 +387,16 @@ inline std::string train(const World& world, Record& record, int epochs, const s
       }
     }
     // Whoever has ended it before a rank ended keeps its result.
-    const auto [sum, ranks] = elastic.together([&] {
+    const auto [sum, losses, loss, ranks] = elastic.together([&] {
       reached(Moment::evaluation);
+      const auto own = evaluate(wrapped, *net, [&] { reached(Moment::in_evaluation); });
       const int present = world.size();
-      return std::pair(world.all_reduce(1.0), present);
+      return std::tuple(world.all_reduce(1.0), world.all_reduce(own), own, present);
     });
     if (sum != ranks) return fmt::format("{} ranks of {} in an evaluation", sum, ranks);
+    const bool alike = trained.sharding != Sharding::gossip;
+    if (alike && std::abs(losses - ranks * loss) > 1e-9 * losses)
+      return fmt::format("{} in place of {}", losses, ranks * loss);
     ++record.evaluations[self];
   }
   return "";

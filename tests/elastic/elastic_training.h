@@ -1,6 +1,7 @@
 #pragma once
 // What the tests of elastic training train: a small net, its optimizers, and their wrappers.
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -31,7 +32,7 @@
 
 namespace shoal::test {
 
-// Uses random numbers in forward, and counts its forwards in a buffer.
+// In training it uses random numbers in forward, and counts its forwards in a buffer.
 struct Net : torch::nn::Module {
   explicit Net(int64_t width = 24) {
     torch::manual_seed(7);
@@ -41,8 +42,8 @@ struct Net : torch::nn::Module {
     forwards = register_buffer("forwards", at::zeros({1}, at::kLong));
   }
   at::Tensor forward(const at::Tensor& x) {
-    forwards.add_(1);
-    const auto noisy = x + 0.01 * at::randn_like(x);
+    if (is_training()) forwards.add_(1);
+    const auto noisy = is_training() ? x + 0.01 * at::randn_like(x) : x;
     return third(at::tanh(second(at::tanh(first(noisy)))));
   }
   void to_dtype(at::ScalarType dtype) {
@@ -391,6 +392,17 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
     }
     return wrapped;
   });
+}
+
+// The loss of some samples, which two forwards make. between: called between them.
+inline double evaluate(const Wrapped& wrapped, Net& net, const std::function<void()>& between) {
+  const torch::NoGradGuard no_grad;
+  net.eval();
+  const auto training = c10::make_scope_exit([&] { net.train(); });
+  const auto x = inputs_of({1, 2, 3});
+  wrapped.forward(x);
+  between();
+  return loss_of(wrapped.forward(x), x).item<double>();
 }
 
 // Number of chunks that a rank updates.
