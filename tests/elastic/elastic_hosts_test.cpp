@@ -3,9 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+#include <tuple>
+
 #include "tests/elastic/elastic_hosts.h"
 #include "tests/elastic/elastic_local_judge.h"
 #include "tests/support/refusal.h"
+#include "tests/support/temp_folder.h"
 
 namespace shoal::elastic_hosts_test {
 namespace {
@@ -91,20 +96,67 @@ TEST_F(ElasticHosts, ELA10_a_smaller_part_does_not_go_on_without_a_host_of_which
   EXPECT_THAT(hosts.wait(40)[3].text, HasSubstr("nothing is heard of the hosts of rank(s) 0, 1, 2"));
 }
 
+constexpr int endless = 60;  // epochs, more than there is time for
+
+// A folder of checkpoints, for errors that name the last one.
+ElasticOptions saving_to(const test::TempFolder& folder) {
+  std::filesystem::create_directory(folder.path() / "step-7");
+  std::ofstream(folder.path() / "latest") << "step-7\n";
+  auto options = quick;
+  options.checkpoints = folder.path();
+  return options;
+}
+
+testing::Matcher<std::string> names_checkpoint_in(const test::TempFolder& folder) {
+  return HasSubstr("(the last checkpoint is " + (folder.path() / "step-7").string() + ")");
+}
+
 TEST_F(ElasticHosts, ELA10_the_loss_of_the_store_is_that_of_the_job) {
-  for (const std::string transport : {"auto", "tcp"}) {
-    SCOPED_TRACE(transport);
+  const test::TempFolder folder;
+  const auto options = saving_to(folder);
+  for (const auto& [transport, sharding, shards] :
+       {std::tuple("auto", test::Sharding::none, "no shard is lost: each rank that is left has all"),
+        {"auto", test::Sharding::hybrid, "no shard is lost: each host that is left has all"},
+        {"tcp", test::Sharding::zero2, "each shard was on two ranks, and is lost where both have ended"}}) {
+    const test::Trained trained{sharding};
+    SCOPED_TRACE(name_of(trained) + " over " + transport);
     const test::SharedRecord record;
     record->last_step = 3;
-    constexpr int epochs = 60;  // more than there is time for
     ForkedHosts hosts(
-        {2, 2}, [&](const World& world) { return test::train(world, *record, epochs, {}, quick); }, over(transport));
+        {2, 2}, [&](const World& world) { return test::train(world, *record, endless, {}, options, trained); },
+        over(transport));
     ASSERT_TRUE(all_train(*record, 4));
     hosts.lose_store();
     record->last_step = 0;
     for (const auto& one : hosts.wait(20)) {
-      EXPECT_THAT(one.text, testing::AllOf(HasSubstr("through its store, which is lost"), HasSubstr("last checkpoint"),
-                                           HasSubstr("no shard is lost: each rank that is left has all")));
+      EXPECT_THAT(one.text, testing::AllOf(HasSubstr("through its store, which is lost"), HasSubstr(shards),
+                                           names_checkpoint_in(folder)));
+    }
+  }
+}
+
+TEST_F(ElasticHosts, ELA10_the_loss_of_both_owners_names_the_shards_and_the_last_checkpoint) {
+  const test::TempFolder folder;
+  const auto options = saving_to(folder);
+  for (const size_t kind : {1, 5, 6, 7}) {
+    const auto& trained = test::fully_sharded[kind];
+    SCOPED_TRACE(name_of(trained));
+    const test::SharedRecord record;
+    record->last_step = 3;
+    ForkedHosts hosts(
+        {1, 1, 1, 1}, [&](const World& world) { return test::train(world, *record, endless, {}, options, trained); },
+        over("tcp"));
+    ASSERT_TRUE(all_train(*record, 4));
+    while (record->begun[0].empty() || record->begun[3].empty()) usleep(200);
+    hosts.signal(1, SIGKILL);
+    hosts.signal(2, SIGKILL);
+    usleep(200'000);
+    record->last_step = 0;
+    const auto ended = hosts.wait(20);
+    for (const size_t rank : {0, 3}) {
+      EXPECT_THAT(ended[rank].text,
+                  testing::AllOf(HasSubstr("both ranks that had shards of "), HasSubstr("have ended"),
+                                 HasSubstr("is lost where both have ended"), names_checkpoint_in(folder)));
     }
   }
 }
