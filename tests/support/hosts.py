@@ -62,6 +62,10 @@ class Hosts:
         """Nothing comes from or to the host any more; nobody is told."""
         run("ip", "netns", "exec", self.switch, "ip", "link", "set", f"port{host}", "down")
 
+    def mend(self, host):
+        """After cut(): what was on its way comes yet."""
+        run("ip", "netns", "exec", self.switch, "ip", "link", "set", f"port{host}", "up")
+
     def start(self, host, ranks, command, **streams):
         """The ranks of one host, under a shell that is its first process and ends when all of them have."""
         lines = ["status=0"]
