@@ -28,9 +28,13 @@ struct Done {
   std::function<void(const test::Wrapped& wrapped)> between{};
   bool of_fsdp = false;
   bool of_wrapper = false;  // DistributedOptimizer clips by an option
+  bool of_oss = false;
 };
 
-constexpr const char* frozen = "a parameter is frozen";
+// Whether ranks have the sums of their own parameters alone.
+bool has_owners_gradients(const test::Wrapped& wrapped) {
+  return dynamic_cast<const ShardedDataParallelCore*>(wrapped.parallel.get()) != nullptr;
+}
 
 const std::vector<Done> things_done{
     {"a backward", backward_of},
@@ -60,6 +64,19 @@ const std::vector<Done> things_done{
      {},
      /*of_fsdp=*/false,
      /*of_wrapper=*/true},
+    {"gradients that are unscaled by hand",
+     [](const auto& wrapped, const auto& x) {
+       wrapped.backward(1024 * test::loss_of(wrapped.forward(x), x));
+       const bool all = !has_owners_gradients(wrapped);
+       for (const auto& parameter : all ? module_of(wrapped).parameters() : wrapped.oss()->local_params()) {
+         parameter.mutable_grad().div_(1024);
+       }
+       wrapped.clip(module_of(wrapped), 0.1);
+     },
+     {},
+     /*of_fsdp=*/false,
+     /*of_wrapper=*/false,
+     /*of_oss=*/true},
     {"a gradient that is zeroed",
      [](const auto& wrapped, const auto& x) {
        backward_of(wrapped, x);
@@ -92,12 +109,13 @@ const std::vector<Done> things_done{
        const torch::NoGradGuard no_grad;
        for (auto& parameter : module_of(wrapped).parameters()) parameter.clamp_(-0.1, 0.1);
      }},
-    {frozen, backward_of, [](const auto& wrapped) { module_of(wrapped).parameters()[2].requires_grad_(false); }}};
+    {"a parameter is frozen", backward_of,
+     [](const auto& wrapped) { module_of(wrapped).parameters()[2].requires_grad_(false); }}};
 
 bool is_possible(const Done& done, const Trained& trained) {
   if (done.of_fsdp && !trained.is_fsdp()) return false;
-  if (done.of_wrapper && trained.is_megatron()) return false;
-  return done.what != frozen || !trained.is_zero2();  // ShardedDataParallel would balance its shares
+  if (done.of_oss && (trained.is_fsdp() || trained.is_megatron())) return false;
+  return !done.of_wrapper || !trained.is_megatron();
 }
 
 std::string lose_a_rank(const World& world, const Done& done, const Trained& trained, int victim) {
@@ -133,24 +151,38 @@ std::string lose_a_rank(const World& world, const Done& done, const Trained& tra
   return world.size() == 2 ? "" : fmt::format("{} ranks", world.size());
 }
 
+void expect_equal_owners(const Done& done, const Trained& trained, int victim) {
+  SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
+  ForkedHosts hosts(
+      {1, 1, 1}, [&](const World& world) { return lose_a_rank(world, done, trained, victim); }, over("tcp"));
+  const auto ended = hosts.wait(30);
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto& one = ended[static_cast<size_t>(rank)];
+    EXPECT_EQ(WIFSIGNALED(one.status), rank == victim) << one.text;
+    EXPECT_EQ(one.text, "");
+  }
+}
+
 TEST_F(ElasticSecondOwner, ELA02_ELA04_second_owners_have_what_the_first_ones_have) {
   int number = 0;
   for (const auto& done : things_done) {
     for (const size_t kind : {0, 1, 3, 4, 5, 6, 7}) {
       const auto& strategy = fully_sharded[kind];
       if (kind != 1 && kind < 5 && number % 2 != 0) continue;
-      if (!is_possible(done, strategy)) continue;
-      const auto& trained = strategy;
-      const int victim = ++number % 3;
-      SCOPED_TRACE(fmt::format("{}, {}, rank {}", done.what, name_of(trained), victim));
-      ForkedHosts hosts(
-          {1, 1, 1}, [&](const World& world) { return lose_a_rank(world, done, trained, victim); }, over("tcp"));
-      const auto ended = hosts.wait(30);
-      for (int rank = 0; rank < 3; ++rank) {
-        const auto& one = ended[static_cast<size_t>(rank)];
-        EXPECT_EQ(WIFSIGNALED(one.status), rank == victim) << one.text;
-        EXPECT_EQ(one.text, "");
-      }
+      if (is_possible(done, strategy)) expect_equal_owners(done, strategy, ++number % 3);
+    }
+  }
+}
+
+// With sums in float32, of which the optimizer gets rounded ones, and two param groups.
+TEST_F(ElasticSecondOwner, ELA02_ELA04_second_owners_of_16_bits_have_what_the_first_ones_have) {
+  Trained trained{.optimizer = "adamw", .dtype = at::kBFloat16, .in_groups = true};
+  int number = 0;
+  for (const auto& done : things_done) {
+    if (!done.of_oss && done.what != things_done.front().what) continue;
+    for (const auto sharding : {test::Sharding::zero1, test::Sharding::zero2}) {
+      trained.sharding = sharding;
+      expect_equal_owners(done, trained, ++number % 3);
     }
   }
 }
@@ -311,6 +343,38 @@ TEST_F(ElasticSecondOwner, ELA04_a_training_goes_on_after_elastic) {
             hashes[elastic ? 1 : 0] = test::hash_of(wrapped.state(*net), *net);
           }
           return hashes[0] == hashes[1] ? "" : "another state";
+        },
+        over("tcp"));
+    for (const auto& one : hosts.wait(30)) EXPECT_EQ(one.text, "");
+  }
+}
+
+// It rests: all ranks have it as it is.
+TEST_F(ElasticSecondOwner, ELA02_a_frozen_parameter_may_be_read_behind_the_update) {
+  for (const auto& trained : {fully_sharded[4], fully_sharded[6], fully_sharded[7]}) {
+    SCOPED_TRACE(name_of(trained));
+    ForkedHosts hosts(
+        {1, 1},
+        [&](const World& world) -> std::string {
+          alarm(30);
+          const auto net = std::make_shared<test::Net>();
+          const auto wrapped = test::wrap_as(trained, net, world.group());
+          const auto elastic = wrapped.elastic(world, quick);
+          const auto frozen = net->parameters()[2];
+          const auto before = frozen.detach().clone();
+          frozen.set_requires_grad(false);
+          const auto x = test::inputs_of({1, 2, static_cast<size_t>(world.rank())});
+          bool same = false;
+          for (int i = 0; i < 2; ++i) {
+            const auto update = [&] {
+              wrapped.step();
+              same = at::equal(frozen, before);
+            };
+            elastic->step(
+                3, [&] { backward_of(wrapped, x); }, update);
+            wrapped.optimizer->zero_grad();
+          }
+          return same ? "" : "it has changed";
         },
         over("tcp"));
     for (const auto& one : hosts.wait(30)) EXPECT_EQ(one.text, "");

@@ -24,6 +24,7 @@
 #include "shoal/detail/optimizer_state.h"
 #include "shoal/elastic.h"
 #include "shoal/fsdp.h"
+#include "shoal/hooks.h"
 #include "shoal/megatron.h"
 #include "shoal/optim.h"
 #include "shoal/shard_gossip.h"
@@ -129,6 +130,8 @@ struct Trained {
   bool overlap = true;        // gradients are reduced in backward; false: with megatron, in step()
   int64_t micro_batches = 1;  // of a step
   double clip = 0;            // norm to which the optimizer's option clips
+  bool hooked = false;        // gradients go through a communication hook
+  bool in_groups = false;     // OSS has two param groups
 
   // The dtype of the module that the strategy is given.
   at::ScalarType module_dtype() const { return is_fsdp() ? at::kFloat : dtype; }
@@ -320,6 +323,7 @@ inline DistributedOptimizerOptions megatron_options(const Trained& trained) {
   options.grad_reduce_in_fp32 = trained.has_copies();
   options.clip_grad = trained.clip;
   if (trained.dtype == at::kHalf) options.scaler = trained.scaler();
+  if (trained.hooked) options.communication_hook = std::make_shared<SumHook>();
   return options;
 }
 
@@ -331,6 +335,7 @@ FullyShardedDataParallelOptions fsdp_options(const Trained& trained) {
   options.shard_by_parameter = !element_wise<Local>;
   const bool hybrid = trained.sharding == Sharding::hybrid;
   if (hybrid) options.sharding_strategy = ShardingStrategy::hybrid_shard;
+  if (trained.hooked) options.communication_hook = std::make_shared<SumHook>();
   if (!trained.has_copies()) return options;
   options.sharding_strategy = hybrid ? ShardingStrategy::hybrid_shard_grad_op : ShardingStrategy::shard_grad_op;
   options.buffer_dtype = at::kHalf;  // the net has none of floating point
@@ -339,12 +344,27 @@ FullyShardedDataParallelOptions fsdp_options(const Trained& trained) {
   return options;
 }
 
+template <class Options>
+std::vector<torch::optim::OptimizerParamGroup> param_groups(const Trained& trained, std::vector<at::Tensor> parameters,
+                                                            Options options) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  if (trained.in_groups) {
+    groups.emplace_back(std::vector<at::Tensor>{parameters.back()}, std::make_unique<Options>(options));
+    groups.back().options().set_lr(learning_rate / 2);
+    parameters.pop_back();
+  }
+  groups.emplace_back(std::move(parameters), std::make_unique<Options>(options));
+  return groups;
+}
+
 template <class Module>
 Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, const Group& group) {
   return with_optimizer(trained, [&]<class Local>(Local*, const auto& options) {
     Wrapped wrapped;
     const auto keep = [&](auto parallel) {
-      wrapped.forward = [to = parallel.get()](const at::Tensor& x) { return to->forward(x); };
+      wrapped.forward = [to = parallel.get(), dtype = trained.module_dtype()](const at::Tensor& x) {
+        return to->forward(x.to(dtype));
+      };
       wrapped.parallel = std::move(parallel);
     };
     if (trained.is_megatron()) {
@@ -376,18 +396,21 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
     if (trained.sharding == Sharding::none) {
       wrapped.optimizer = std::make_unique<Local>(net->parameters(), options);
     } else {
-      wrapped.optimizer = std::make_unique<OSS<Chunked<Local>>>(net->parameters(), options,
-                                                                trained.oss_by_host() ? group.by_host() : group);
+      wrapped.optimizer = std::make_unique<OSS<Chunked<Local>>>(
+          param_groups(trained, net->parameters(), options), options, trained.oss_by_host() ? group.by_host() : group);
     }
     if (trained.is_zero2()) {
       ShardedDataParallelOptions small;
       small.reduce_buffer_size = 256;  // several buckets
       small.log_sizes = false;
+      small.reduce_fp16 = trained.hooked;
+      small.grad_reduce_in_fp32 = trained.has_copies();
       keep(std::make_unique<ShardedDataParallel<Module>>(net, *wrapped.oss(), group, small));
     } else {
       DistributedDataParallelOptions small;
       small.first_bucket_mb = 1e-3;
       small.bucket_cap_mb = 1e-3;
+      small.grad_reduce_in_fp32 = trained.has_copies();
       keep(std::make_unique<DistributedDataParallel<Module>>(net, group, small));
     }
     return wrapped;

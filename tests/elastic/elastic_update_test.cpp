@@ -49,6 +49,12 @@ struct Training {
   Elastic elastic;
 };
 
+WorldOptions over_sockets() {
+  WorldOptions options;
+  options.transport = "tcp";
+  return options;
+}
+
 struct Lookup : torch::nn::Module {
   torch::nn::Embedding table =
       register_module("table", torch::nn::Embedding(torch::nn::EmbeddingOptions(8, 4).sparse(true)));
@@ -96,6 +102,39 @@ TEST(ElasticUpdate, ELA02_ELA03_a_parameter_beside_the_wrapped_module_is_updated
   for (const auto& rank : test::run_ranks(2, train)) EXPECT_EQ(rank.text, "end");
 }
 
+// Its owners stay. One that had none cannot get any.
+TEST(ElasticUpdate, ELA02_a_parameter_is_frozen_and_unfrozen_under_zero2) {
+  const auto train = [](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<test::Net>();
+    net->third->bias.set_requires_grad(false);
+    OSS<torch::optim::Adam> optimizer(net->parameters(), torch::optim::AdamOptions(0.01), world.group());
+    ShardedDataParallel parallel(net, optimizer, world.group(), {.log_sizes = false});
+    Elastic elastic(world, parallel, optimizer);
+    const auto x = test::inputs_of({1, 2, static_cast<size_t>(world.rank())});
+    const auto& weight = net->second->weight;
+    const auto moves = [&] {
+      const auto before = weight.detach().clone();
+      const auto compute = [&] {
+        optimizer.zero_grad();
+        test::loss_of(parallel.forward(x), x).backward();
+      };
+      elastic.step(3, compute, [&] { optimizer.step(); });
+      return !at::equal(weight, before);
+    };
+    if (!moves()) return "it does not move";
+    weight.set_requires_grad(false);
+    if (moves()) return "it moves though it is frozen";
+    weight.set_requires_grad(true);
+    if (!moves()) return "it does not move any more";
+    net->third->bias.set_requires_grad(true);
+    return fault_of_refusal("parameter 5 [1] was unfrozen or added", moves) + "end";
+  };
+  for (const auto& options : {WorldOptions(), over_sockets()}) {
+    for (const auto& rank : test::run_ranks(2, train, {}, options)) EXPECT_EQ(rank.text, "end");
+  }
+}
+
 TEST(ElasticUpdate, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_name) {
   const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
     alarm(30);
@@ -135,7 +174,7 @@ TEST(ElasticUpdate, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_
     });
     step(usual);
     net->third->bias.set_requires_grad(true);
-    expect("were unfrozen, converted or added", [&] { step(usual); });
+    expect("parameter 5 [1] was unfrozen or added", [&] { step(usual); });
     net->third->bias.set_requires_grad(false);
     step(usual);
     optimizer.load_state_dict(*net, optimizer.state_dict(*net));

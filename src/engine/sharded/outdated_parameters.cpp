@@ -7,9 +7,14 @@
 
 namespace shoal {
 
-void OutdatedParameters::add(const std::string& name, const at::Tensor& parameter) {
-  errors_.push_back(fmt::format("parameter {} {}", name, about_early_use));
-  first_touch_.arm(errors_.size() - 1, parameter, errors_.back());
+void OutdatedParameters::begin(const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
+  // All texts first: another thread may use what is armed already.
+  for (const auto& [name, parameter] : parameters) {
+    errors_.push_back(fmt::format("parameter {} {}", name, about_early_use));
+  }
+  for (size_t number = 0; number < parameters.size(); ++number) {
+    first_touch_.arm(number, parameters[number].second, errors_[number]);
+  }
 }
 
 void OutdatedParameters::end() {

@@ -13,8 +13,8 @@ namespace shoal {
 // which must not communicate. To use a parameter before that is a UsageError, which all ranks get (early_use.h).
 class OutdatedParameters {
  public:
-  // The parameter is outdated until end().
-  void add(const std::string& name, const at::Tensor& parameter);
+  // Parameters with their names, which are outdated until end().
+  void begin(const std::vector<std::pair<std::string, at::Tensor>>& parameters);
   // All are up to date, or their values will be replaced.
   void end();
   // The error of a use since the last call or update, which the program may have caught and gone on with former values; empty: none.

@@ -154,14 +154,20 @@ void ShardedModule::publish_later(const Label& label) {
   begin_outdated();
 }
 
+// Not a parameter that was frozen since it was wrapped: without a gradient, no rank has updated it.
 void ShardedModule::begin_outdated() {
+  std::vector<std::pair<std::string, at::Tensor>> outdated;
   for (size_t number = 0; number < gathers_.size(); ++number) {
     const auto awaited = gathers_[number]->awaited();
     const auto& members = reducer_->buckets()[number].members();
     for (size_t piece = 0; piece < awaited.size(); ++piece) {
-      second_.outdated.add(reducer_->gradients()[members[piece]].name, awaited[piece]);
+      const auto& gradient = reducer_->gradients()[members[piece]];
+      const bool rests =
+          !gradient.parameter.requires_grad() && reducer_->remains(members[piece]) == Reducer::Remains::nothing;
+      if (!rests) outdated.emplace_back(gradient.name, awaited[piece]);
     }
   }
+  second_.outdated.begin(outdated);
 }
 
 // Also where no step has updated them: other ranks may have.

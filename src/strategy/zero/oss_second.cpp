@@ -137,12 +137,17 @@ void OSSCore::State::step_owned() {
   local->step();
 }
 
+// Not a frozen parameter without a gradient, which no rank has updated.
 void OSSCore::State::begin_outdated() {
+  std::vector<std::pair<std::string, at::Tensor>> outdated;
   for (const auto& buffer : buffers) {
     for (size_t i = 0; i < buffer->homes().size(); ++i) {
-      twice.outdated.add(describe(buffer->parameters()[i]) + " of OSS", buffer->homes()[i]);
+      const auto& parameter = buffer->parameters()[i];
+      const bool rests = !parameter.requires_grad() && !parameter.grad().defined();
+      if (!rests) outdated.emplace_back(describe(parameter) + " of OSS", buffer->homes()[i]);
     }
   }
+  twice.outdated.begin(outdated);
 }
 
 // Also of ranks that have left this update out, which the next commit says: so the number of updates is not in the labels.

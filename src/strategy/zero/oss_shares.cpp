@@ -62,10 +62,33 @@ std::vector<NamedTensor> OSSShares::named() const {
   return list;
 }
 
-ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
-  if (has_commit()) {
-    throw UsageError("OSS: parameters were unfrozen, converted or added, which is not supported in an elastic job");
+void OSSCore::State::refuse_new_shares(const ParamGroups& groups) {
+  may_move = false;
+  std::string change = "the shares were to be made anew (refresh_trainable(), add_param_group())";
+  size_t index = 0;
+  for (const auto& param_group : groups) {
+    for (const auto& parameter : param_group.params()) {
+      const auto here = index++;
+      if (lacks_owner(parameter)) {
+        change = fmt::format("parameter {} [{}] was unfrozen or added", here, fmt::join(parameter.sizes(), ", "));
+      }
+    }
   }
+  for (const auto& buffer : buffers) {
+    for (size_t i = 0; i < buffer->parameters().size(); ++i) {
+      if (!buffer->watch().other_kind(i)) continue;
+      change =
+          fmt::format("parameter {} was converted: {}", describe(buffer->parameters()[i]), buffer->watch().describe(i));
+    }
+  }
+  throw UsageError(
+      fmt::format("OSS: {}, which is not supported in an elastic job: do it before Elastic is constructed, on all "
+                  "ranks",
+                  change));
+}
+
+ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
+  if (has_commit()) refuse_new_shares(groups);
   OSSShares made;
   std::unordered_map<const c10::TensorImpl*, size_t> seen;
   size_t index = 0;
@@ -103,17 +126,21 @@ ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
 }
 
 bool OSSCore::State::is_balanced() const {
+  if (has_commit()) return true;  // owners stay as they are in an elastic job
   // A program may freeze other parameters in every step; moving their state each time would cost more than it gives.
   constexpr size_t most = 8;
   return balanced_for.size() >= most || balanced_for.contains(shares.trainable());
 }
 
+bool OSSCore::State::lacks_owner(const at::Tensor& parameter) const {
+  const bool wanted = parameter.requires_grad() || owned_though_frozen.contains(parameter.unsafeGetTensorImpl());
+  return wanted && !shares.owner_of(parameter);
+}
+
 bool OSSCore::State::lacks_trainable(const ParamGroups& groups) const {
   return std::any_of(groups.begin(), groups.end(), [this](const auto& param_group) {
-    return std::any_of(param_group.params().begin(), param_group.params().end(), [this](const at::Tensor& parameter) {
-      const bool wanted = parameter.requires_grad() || owned_though_frozen.contains(parameter.unsafeGetTensorImpl());
-      return wanted && !shares.owner_of(parameter);
-    });
+    const auto& list = param_group.params();
+    return std::any_of(list.begin(), list.end(), [this](const auto& parameter) { return lacks_owner(parameter); });
   });
 }
 

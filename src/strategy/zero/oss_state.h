@@ -117,9 +117,11 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   bool has_new_values() const;
   // Of all parameters, for agree_on_values().
   std::vector<ChangedValue> values() const;
-  // Whether a parameter has become trainable, or is in owned_though_frozen, that has no owner yet.
+  // Whether the parameter has become trainable, or is in owned_though_frozen, and has no owner yet.
+  bool lacks_owner(const at::Tensor& parameter) const;
+  // Whether one of them does.
   bool lacks_trainable(const ParamGroups& groups) const;
-  // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
+  // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake, or must stay.
   bool is_balanced() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const override;
   // Owners and buffers of the group. Collective.
@@ -148,6 +150,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   void separate_replaced() const;
   // DisagreeError if gradients of parameters in no wrapped module differ between the group's ranks. Collective if there are such.
   void agree_beside_wrappers() const;
+  // UsageError that names what would need other shares.
+  [[noreturn]] void refuse_new_shares(const ParamGroups& groups);
   void choose_owners(OSSShares& made) const;
   void move_states(torch::optim::Optimizer& to);
   void fill_buffers();
