@@ -10,14 +10,13 @@
 
 #include "comm/group/hosts.h"
 #include "comm/membership/first_generation.h"
+#include "elastic/wrapped_parts.h"
 #include "engine/sharded/second_copies.h"
 #include "engine/sharded/sharded_state.h"
-#include "engine/wrapper/data_parallel_state.h"
 #include "optim/state.h"
 #include "shoal/error.h"
 #include "shoal/fsdp.h"
 #include "shoal/shard_gossip.h"
-#include "shoal/zero.h"
 
 namespace shoal {
 namespace {
@@ -26,102 +25,6 @@ void require_group_of(const World& world, const Group& group) {
   if (group.name() == world.group().name()) return;
   throw UsageError("Elastic: the optimizer's group is not the world's: give it world.group()");
 }
-
-class Wrapped : public ElasticParts {
- public:
-  Wrapped(DataParallelCore& parallel, torch::optim::Optimizer& optimizer, ShardedOptimizerBase* sharded)
-      : ElasticParts(sharded), parallel_(parallel), optimizer_(optimizer) {}
-
-  torch::nn::Module& module() const override { return *parallel_.module(); }
-  int64_t step() const override { return parallel_.step(); }
-  void before_backward(std::function<void()> listener) override { parallel_.before_backward(std::move(listener)); }
-  NoSync no_sync(bool accumulate) override { return parallel_.no_sync(accumulate); }
-  torch::optim::Optimizer& optimizer() const override { return optimizer_; }
-  Reducer* reducer() const override { return &reducer_of(parallel_); }
-  ModuleTensors tensors() const override { return tensors_of(parallel_); }
-  void set_share(std::optional<double> share) override { shoal::set_share(parallel_, share); }
-  LoggingData logging_data() const override { return parallel_.logging_data(); }
-
- private:
-  DataParallelCore& parallel_;
-  torch::optim::Optimizer& optimizer_;
-};
-
-// Whether no two owners of a shard are among these ranks.
-bool owners_are_left(const ShardedOptimizerBase& optimizer, const std::vector<int>& ranks) {
-  if (!optimizer.has_second_owners()) return true;
-  const auto owners = second_owners(hosts_of(optimizer.everybody()));
-  const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
-  return std::none_of(ranks.begin(), ranks.end(), [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
-}
-
-// OSS, or an optimizer that is whole on each rank (nullptr).
-class WithOSS : public Wrapped {
- public:
-  WithOSS(DataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
-      : Wrapped(parallel, optimizer, oss), oss_(oss) {}
-  bool shards_over_sockets() const override { return oss_ != nullptr && oss_->shards_over_all(); }
-  bool gives_shards(const Group& group) const override {
-    return oss_ != nullptr && (oss_->has_second_owners() || oss_->is_apart_over(group));
-  }
-  void come_without_shards() override { oss_->come_without_shards(); }
-  std::vector<at::Tensor> divided() const override {
-    auto list = module().parameters();
-    std::erase_if(list, [this](const at::Tensor& parameter) { return !oss_->has_owner(parameter); });
-    return list;
-  }
-  bool can_spare(const std::vector<int>& ranks) const override {
-    return oss_ == nullptr || owners_are_left(*oss_, ranks);
-  }
-
- protected:
-  OSSCore* oss() const { return oss_; }
-
- private:
-  OSSCore* oss_;
-};
-
-class WithDDP : public WithOSS {
- public:
-  WithDDP(const World& world, DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
-      : WithOSS(parallel, optimizer, oss), parallel_(parallel) {
-    parallel.require_regroupable();
-    parallel.check_optimizer(optimizer, "Elastic");
-    if (oss != nullptr) oss->require_regroupable(world.group());
-  }
-  void regroup(const Group& group, int64_t step) override {
-    if (oss() != nullptr) oss()->regroup(group, step);
-    parallel_.regroup(group, step, oss() != nullptr);
-  }
-
- private:
-  DistributedDataParallelCore& parallel_;
-};
-
-class WithShardedDDP : public WithOSS {
- public:
-  WithShardedDDP(const World& world, ShardedDataParallelCore& parallel, OSSCore& oss)
-      : WithOSS(parallel, oss, &oss), parallel_(parallel) {
-    oss.require_regroupable(world.group());
-    require_second_owners(world.group());
-  }
-  void guard() override {
-    Wrapped::guard();
-    parallel_.send_to_second_owners();
-  }
-  void regroup(const Group& group, int64_t step) override {
-    require_second_owners(group);  // which the ranks before may not have needed
-    oss()->regroup(group, step);
-    parallel_.regroup(step);
-  }
-
- private:
-  void require_second_owners(const Group& group) const {
-    if (oss()->is_apart_over(group)) parallel_.require_second_owners();
-  }
-
-  ShardedDataParallelCore& parallel_;
-};
 
 class WithFSDP : public Wrapped {
  public:
@@ -215,10 +118,10 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
     throw UsageError("Elastic: L-BFGS communicates in its step, by its closure, and cannot be finished after a death");
   }
   if (auto* ddp = dynamic_cast<DistributedDataParallelCore*>(&parallel)) {
-    if (sharded == oss) return std::make_unique<WithDDP>(world, *ddp, optimizer, oss);
+    if (sharded == oss) return parts_of_ddp(world, *ddp, optimizer, oss);
   } else if (auto* sharded_ddp = dynamic_cast<ShardedDataParallelCore*>(&parallel)) {
     sharded_ddp->require_regroupable(optimizer);
-    return std::make_unique<WithShardedDDP>(world, *sharded_ddp, *oss);
+    return parts_of_sharded_ddp(world, *sharded_ddp, *oss);
   } else if (auto* fsdp = dynamic_cast<FullyShardedCore*>(&parallel)) {
     if (auto* fully_sharded = dynamic_cast<FullyShardedOptimizerCore*>(&optimizer)) {
       return std::make_unique<WithFSDP>(world, *fsdp, *fully_sharded);
@@ -229,6 +132,13 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
 
 }  // namespace
 
+bool owners_are_left(const ShardedOptimizerBase& optimizer, const std::vector<int>& ranks) {
+  if (!optimizer.has_second_owners()) return true;
+  const auto owners = second_owners(hosts_of(optimizer.everybody()));
+  const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
+  return std::none_of(ranks.begin(), ranks.end(), [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
+}
+
 ElasticParts::~ElasticParts() {
   if (sharded_ != nullptr) sharded_->unguard();
 }
@@ -237,6 +147,12 @@ std::vector<at::Tensor> ElasticParts::divided() const {
   std::vector<at::Tensor> list;
   for (const auto& gradient : reducer()->gradients()) list.push_back(gradient.parameter);
   return list;
+}
+
+std::string ElasticParts::why_one_host() const {
+  if (sharded_ == nullptr || reducer()->reduction().hook() == nullptr) return "";
+  return "a communication_hook or reduce_fp16 is not supported where shards are on several hosts, or ranks talk over "
+         "sockets: leave it out";
 }
 
 void ElasticParts::guard() {

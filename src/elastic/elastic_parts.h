@@ -64,6 +64,8 @@ class ElasticParts {
   virtual bool can_spare(const std::vector<int>& /*ranks*/) const { return true; }
   // Why processes cannot join this training; empty: they can.
   virtual std::string why_closed() const { return ""; }
+  // Of one host: why those of other hosts cannot, or those of this one over sockets.
+  virtual std::string why_one_host() const;
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
   virtual bool stands_for_gradient(const at::Tensor& /*parameter*/) const { return false; }
   // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.
@@ -123,8 +125,8 @@ class ElasticParts {
   virtual void prepare_admission() {}
   // Gives newcomers among the group's ranks what is neither one rank's nor equal on all. Collective.
   virtual void give_rest(const Group& /*group*/, const std::vector<bool>& /*newcomers*/) {}
-  // Options of a sharded optimizer that ranks must have in common.
-  std::vector<std::string> description() const;
+  // What ranks must have in common of a sharded optimizer: options, and what is divided.
+  virtual std::vector<std::string> description() const;
   // The loss scaler of the optimizer's own; nullptr: none.
   GradScaler* own_scaler() const;
 

@@ -162,7 +162,7 @@ bool Elastic::State::admit() {
   const auto most = options.keep_global_batch > 0 ? batch.shares() : JoinTable::most_members;
   try {
     parts->prepare_admission();
-    if (!generations->admit(static_cast<int>(most))) return false;
+    if (!generations->admit(static_cast<int>(most), parts->why_one_host())) return false;
   } catch (const CommError& error) {
     if (!generations->mends(error)) throw;
   }

@@ -89,6 +89,9 @@ std::string JoinTerms::why_closed() const {
   if (parts_.sharded() && !parts_.shards_over_sockets() && (transport_ == "tcp" || transport_ == "gloo")) {
     return fmt::format("its optimizer is sharded, which needs the transport host, and its transport is {}", transport_);
   }
+  if (transport_ == "tcp" || transport_ == "gloo") {
+    if (auto why = parts_.why_one_host(); !why.empty()) return why;
+  }
   const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&parts_.optimizer());
   const auto& optimizer = sharded != nullptr ? sharded->local_optimizer() : parts_.optimizer();
   if (!is_state_known(optimizer)) {
@@ -146,12 +149,16 @@ std::vector<std::string> JoinTerms::lines() const {
   const auto& groups = optimizer.param_groups();
   std::map<const c10::TensorImpl*, std::string> names;
   for (const auto& entry : parts_.tensors().parameters) names[entry.tensor.unsafeGetTensorImpl()] = entry.name;
+  const auto name_of = [&](const at::Tensor& parameter) {
+    const auto name = names.find(parameter.unsafeGetTensorImpl());
+    return name != names.end() ? name->second : shape_of(parameter);  // beside the module
+  };
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& parameters = groups[i].params();
     lines.push_back(
         fmt::format("param group {}: {} parameters, {}", i, parameters.size(), in_words(groups[i].options())));
     std::vector<std::string> list;
-    for (const auto& parameter : parameters) list.push_back(names[parameter.unsafeGetTensorImpl()]);
+    for (const auto& parameter : parameters) list.push_back(name_of(parameter));
     lines.push_back(fmt::format("parameters of group {}: {}", i, fmt::join(list, ", ")));
   }
   for (size_t i = 0; i < options_.tensors.size(); ++i) {

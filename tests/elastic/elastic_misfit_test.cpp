@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
+#include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -144,6 +145,52 @@ TEST(ElasticJoin, ELA06_a_job_that_cannot_be_joined_says_why) {
   expect_good(job, {0}, *record, 1);
 }
 
+// A lone rank may have them.
+TEST(ElasticJoin, ELA06_sparse_gradients_of_oss_close_a_job) {
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    const auto table = std::make_shared<torch::nn::EmbeddingImpl>(torch::nn::EmbeddingOptions(8, 4).sparse(true));
+    OSS<torch::optim::SGD> optimizer(table->parameters(), torch::optim::SGDOptions(0.1), world.group());
+    DistributedDataParallel parallel(table, world.group());
+    const Elastic elastic(world, parallel, optimizer);
+    while (record->last_step != 0) usleep(200);
+    return "";
+  };
+  record->last_step = 1;
+  JoinJob job(1, body);
+  const auto ended = job.end_of(job.add(body));
+  EXPECT_NE(
+      ended.text.find("cannot join a job like this one: sparse gradients, such as that of weight, are not supported"),
+      std::string::npos)
+      << ended.text;
+  record->last_step = 0;
+  EXPECT_EQ(job.end_of(0).text, "");
+}
+
+// Nobody has its value and state by a name that the ranks have in common.
+TEST(ElasticJoin, ELA06_a_parameter_beside_the_module_closes_a_job) {
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<test::Net>();
+    auto parameters = net->parameters();
+    parameters.push_back(torch::ones({2}, torch::requires_grad()));
+    OSS<torch::optim::SGD> optimizer(parameters, torch::optim::SGDOptions(0.1), world.group());
+    ShardedDataParallel parallel(net, optimizer, world.group(), {.log_sizes = false});
+    const Elastic elastic(world, parallel, optimizer);
+    while (record->last_step != 0) usleep(200);
+    return "";
+  };
+  record->last_step = 1;
+  JoinJob job(2, body);
+  const auto ended = job.end_of(job.add(body));
+  EXPECT_NE(ended.text.find("its optimizer has parameter 6 [2], which no wrapper trains"), std::string::npos)
+      << ended.text;
+  record->last_step = 0;
+  for (const int rank : {0, 1}) EXPECT_EQ(job.end_of(rank).text, "");
+}
+
 // What the optimizer of a sharded strategy does with gradients is not among the options of its param groups.
 TEST(ElasticJoin, ELA06_a_newcomer_with_other_options_of_a_sharded_optimizer_ends_alone) {
   Trained other{.sharding = test::Sharding::megatron, .optimizer = "adamw", .clip = 0.3};
@@ -163,6 +210,42 @@ TEST(ElasticJoin, ELA06_a_newcomer_with_other_options_of_a_sharded_optimizer_end
   record->last_step = 0;
   expect_good(job, {0, 1}, *record, 1);
   EXPECT_EQ(test::judged(*record, 1, true, trained), "");
+}
+
+// So that it has other shares.
+TEST(ElasticJoin, ELA06_a_newcomer_that_froze_a_parameter_before_the_optimizer_was_made_ends_alone) {
+  for (const auto sharding :
+       {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron, test::Sharding::fsdp}) {
+    SCOPED_TRACE(test::short_name(sharding));
+    const test::SharedRecord record;
+    const auto body = [&](const World& world) -> std::string {
+      alarm(30);
+      const auto net = std::make_shared<test::Net>();
+      if (world.joining()) net->third->bias.set_requires_grad(false);
+      const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
+      net->third->bias.set_requires_grad(false);
+      const auto elastic = wrapped.elastic(world);
+      const auto x = test::inputs_of({1, 2});
+      while (elastic->steps() < 4) {
+        while (record->last_step != 0 && elastic->steps() >= record->last_step) usleep(200);
+        const auto compute = [&] { wrapped.backward(test::loss_of(wrapped.forward(x), x)); };
+        if (!elastic->step(2, compute, [&] { wrapped.step(); })) continue;
+        wrapped.optimizer->zero_grad();
+        record->evaluations[world.rank()] = static_cast<int>(elastic->steps());
+      }
+      return "";
+    };
+    record->last_step = 2;
+    JoinJob job(2, body);
+    ASSERT_TRUE(JoinJob::comes_true([&] { return record->evaluations[0] == 2 && record->evaluations[1] == 2; }));
+    const auto ended = job.end_of(job.add(body));
+    const bool oss = sharding == test::Sharding::zero1 || sharding == test::Sharding::zero2;
+    const auto* said =
+        oss ? "frozen when OSS was made, and have no owner: third.bias (the job: " : "group 0: 5 parameters";
+    EXPECT_NE(ended.text.find(said), std::string::npos) << ended.text;
+    record->last_step = 0;
+    for (const int rank : {0, 1}) EXPECT_EQ(job.end_of(rank).text, "");
+  }
 }
 
 TEST(ElasticJoin, ELA06_a_newcomer_with_other_limits_of_pages_ends_alone) {

@@ -256,6 +256,48 @@ TEST_F(ElasticSecondJoin, ELA06_frozen_parameters_that_are_whole_come_to_a_newco
   }
 }
 
+// The others need no second owners, as those of their host do not.
+TEST_F(ElasticSecondJoin, ELA06_a_hook_keeps_out_ranks_of_another_host_and_no_others) {
+  for (const size_t kind : {0, 4, 7}) {
+    auto trained = fully_sharded[kind];
+    trained.hooked = true;
+    SCOPED_TRACE(name_of(trained));
+    const test::SharedRecord record;
+    record->last_step = 3;
+    ForkedHosts hosts({1, 0},
+                      [&](const World& world) {
+                        alarm(30);
+                        const auto net = std::make_shared<test::Net>();
+                        const auto wrapped = test::wrap_as(trained, net, world.group());
+                        auto options = quick;
+                        options.on_change = [](const ElasticChange&) {};
+                        const auto elastic = wrapped.elastic(world, options);
+                        const auto x = test::inputs_of({1, 2, 3});
+                        while (elastic->steps() < 9) {
+                          while (record->last_step != 0 && elastic->steps() >= record->last_step) usleep(200);
+                          const auto compute = [&] { wrapped.backward(test::loss_of(wrapped.forward(x), x)); };
+                          if (!elastic->step(3, compute, [&] { wrapped.step(); })) continue;
+                          wrapped.optimizer->zero_grad();
+                          record->evaluations[test::member_number(world)] = static_cast<int>(elastic->steps());
+                        }
+                        return fmt::format("of {}", world.size());
+                      },
+                      over("auto"), {1, 1});
+    ASSERT_TRUE(test::JoinJob::comes_true([&] { return record->evaluations[0] == 3; }));
+    bring(hosts, {2});
+    record->last_step = 6;
+    ASSERT_TRUE(test::JoinJob::comes_true([&] { return record->evaluations[0] == 6; }));
+    bring(hosts, {1});
+    record->last_step = 0;
+    const auto ended = hosts.wait(40);
+    EXPECT_THAT(ended[2].text,
+                testing::AllOf(testing::HasSubstr("the job has refused this newcomer: it is on another host than"),
+                               testing::HasSubstr("a communication_hook or reduce_fp16 is not supported")));
+    EXPECT_EQ(ended[0].text, "of 2");
+    EXPECT_EQ(ended[1].text, "of 2");
+  }
+}
+
 TEST_F(ElasticSecondJoin, ELA06_a_rank_of_another_host_cannot_join_hybrid_shard_over_sockets) {
   Misfits misfits{{2, 0}, {0, 1}, "tcp", "hybrid_shard needs hosts whose ranks share memory"};
   misfits.trained.sharding = test::Sharding::hybrid;

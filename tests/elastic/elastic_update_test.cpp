@@ -62,22 +62,41 @@ struct Lookup : torch::nn::Module {
   at::Tensor forward(const at::Tensor& indices) { return last(table(indices)).sum(); }
 };
 
-// Two of the ranks own the table; the others have no sparse gradient of their own to refuse.
-TEST(ElasticUpdate, ELA01_sparse_gradients_with_second_owners_are_refused_on_all_ranks) {
-  WorldOptions options;
-  options.transport = "tcp";
+// Otherwise owners alone would refuse them, in a step, while the others wait.
+TEST(ElasticUpdate, ELA01_sparse_gradients_of_oss_are_refused_by_name) {
+  const auto train = [](const World& world) {
+    std::string all;
+    for (const bool zero2 : {false, true}) {
+      const auto net = std::make_shared<Lookup>();
+      OSS<torch::optim::SGD> optimizer(net->parameters(), torch::optim::SGDOptions(0.1), world.group());
+      std::unique_ptr<DataParallelCore> parallel;
+      if (zero2) parallel = std::make_unique<ShardedDataParallel<Lookup>>(net, optimizer, world.group());
+      if (!zero2) parallel = std::make_unique<DistributedDataParallel<Lookup>>(net, world.group());
+      all += fault_of_refusal("sparse gradients, such as that of table.weight, are not supported with OSS",
+                              [&] { const Elastic elastic(world, *parallel, optimizer); });
+    }
+    return all + "end";
+  };
+  for (const auto& options : {WorldOptions(), over_sockets()}) {
+    for (const auto& rank : test::run_ranks(2, train, {}, options)) EXPECT_EQ(rank.text, "end");
+  }
+}
+
+// Two of the ranks own the parameter; the others have no sparse gradient of their own to refuse.
+TEST(ElasticUpdate, ELA01_gradients_that_are_made_sparse_are_refused_on_all_ranks_with_second_owners) {
   const auto train = [](const World& world) -> std::string {
-    alarm(30);
-    const auto net = std::make_shared<Lookup>();
-    OSS<torch::optim::SGD> optimizer(net->parameters(), torch::optim::SGDOptions(0.1), world.group());
-    DistributedDataParallel parallel(net, world.group());
-    Elastic elastic(world, parallel, optimizer);
-    const auto compute = [&] { parallel.forward(torch::tensor({0, 3})).backward(); };
+    Training training(world);
+    const auto x = test::inputs_of({1, 2});
+    const auto compute = [&] {
+      test::loss_of(training.parallel.forward(x), x).backward();
+      auto& gradient = training.net->first->weight.mutable_grad();
+      gradient = gradient.to_sparse();
+    };
     return fault_of_refusal("sparse gradients are not supported where parameters have second owners",
-                            [&] { elastic.step(2, compute, [&] { optimizer.step(); }); }) +
+                            [&] { training.elastic.step(2, compute, [&] { training.optimizer.step(); }); }) +
            "end";
   };
-  for (const auto& rank : test::run_ranks(4, train, {}, options)) EXPECT_EQ(rank.text, "end");
+  for (const auto& rank : test::run_ranks(4, train, {}, over_sockets())) EXPECT_EQ(rank.text, "end");
 }
 
 // Outside of elastic jobs, OSS compares the gradients of such parameters in its step.

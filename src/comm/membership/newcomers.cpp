@@ -146,7 +146,7 @@ void Generations::drop_late(const MemberCard& card) {
   }
 }
 
-bool Generations::admit(int most_ranks) {
+bool Generations::admit(int most_ranks, const std::string& why_one_host) {
   MemberList admitted;
   const auto group = cell_->group;
   if (joins_ && group.rank() == 0) {
@@ -158,6 +158,9 @@ bool Generations::admit(int most_ranks) {
       const int ranks = group.size() + static_cast<int>(admitted.size());
       if (!reached) {
         refuse({member}, "its memory cannot be opened, nothing is heard of its host, or it has ended");
+      } else if (!why_one_host.empty() && !is_on_this_host(member)) {
+        refuse({member},
+               fmt::format("it is on another host than the job's ranks, and {}; or start it on theirs", why_one_host));
       } else if (ranks >= joins_->most_ranks()) {
         refuse({member}, fmt::format("the job has {} ranks, the most that --elastic allows", ranks));
       } else if (ranks >= most_ranks) {
