@@ -14,6 +14,7 @@ using test::ElasticSecondOwner;
 using test::ForkedHosts;
 using test::fsdp_of;
 using test::fully_sharded;
+using test::group_of;
 using test::name_of;
 using test::over;
 using test::quick;
@@ -92,18 +93,35 @@ void expect_refused_after(const Trained& trained, const std::function<void(const
 }
 
 TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_is_loaded_later_is_refused) {
-  const std::string said = "load it before Elastic is constructed";
   expect_refused_after<UsageError>(
       fully_sharded[0],
-      [](const test::Wrapped& wrapped) { wrapped.by_range()->load_state_dict(wrapped.by_range()->state_dict()); },
-      said);
+      [](const test::Wrapped& wrapped) {
+        const auto state = wrapped.by_range()->state_dict();
+        if (group_of(wrapped).rank() == 0) wrapped.by_range()->load_state_dict(state);
+      },
+      "rank 0 has loaded or replaced the state");
   expect_refused_after<UsageError>(
       fully_sharded[6],
       [](const test::Wrapped& wrapped) {
         const auto& module = wrapped.parallel->module();
         wrapped.oss()->load_state_dict(*module, wrapped.oss()->state_dict(*module));
       },
-      said);
+      "load it before Elastic is constructed");
+}
+
+// Values come to all ranks from the first owner; state does not.
+TEST_F(ElasticSecondOwner, ELA02_optimizer_state_that_only_one_owner_has_is_found) {
+  for (const size_t kind : {0, 1, 4, 6, 7}) {
+    SCOPED_TRACE(name_of(fully_sharded[kind]));
+    expect_refused_after<DisagreeError>(
+        fully_sharded[kind],
+        [](const test::Wrapped& wrapped) {
+          if (group_of(wrapped).rank() != 1) return;
+          for (const auto& tensor : state_tensors(*wrapped.share())) tensor.mul_(2);
+        },
+        "rank 0 and rank 1, which own the same shards in an elastic job, have different values of them or optimizer "
+        "state");
+  }
 }
 
 // Past the operators and the wrapper, so that only the first owners have it.

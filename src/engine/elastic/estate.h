@@ -23,6 +23,7 @@ class Estate {
     std::string name;  // of the parameter, the same on all ranks
     UpdateTarget target;
     std::optional<NamedState> state;
+    int owner = 0;  // with second owners: the first one
   };
 
   // None: of a rank that has come, and has nothing yet.

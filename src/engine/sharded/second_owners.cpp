@@ -82,16 +82,14 @@ Estate ShardedOptimizerBase::State::shared_estate(const ParamGroups& groups) {
   return estate;
 }
 
-void ShardedOptimizerBase::State::require_own_state() const {
+void ShardedOptimizerBase::State::add_own_state(SecondQuestion& question) const {
   const auto present = shards();
   bool unchanged = present.size() == second->updated.size();
-  for (size_t i = 0; unchanged && i < present.size(); ++i) {
-    unchanged = same(present[i].state, second->updated[i].state);
+  for (size_t i = 0; i < present.size(); ++i) {
+    unchanged = unchanged && same(present[i].state, second->updated[i].state);
+    if (present[i].state) question.add_state(present[i].owner, *present[i].state);
   }
-  if (unchanged) return;
-  throw UsageError(
-      "Elastic: the state of the sharded optimizer was loaded or replaced, which is not supported here: load it before "
-      "Elastic is constructed");
+  question.replaced = !unchanged;
 }
 
 void ShardedOptimizerBase::own_twice() {

@@ -31,7 +31,8 @@ std::vector<Estate::Shard> ShardedOptimizerCore::State::shards() const {
     const auto& gradient = module.reducer().gradients()[piece.gradient];
     list.push_back({gradient.name,
                     {.values = piece.main, .parameter = gradient.parameter, .range = piece.slice.in_piece},
-                    state_of(*local, piece.main)});
+                    state_of(*local, piece.main),
+                    piece.owner < 0 ? group.rank() : piece.owner});
   });
   return list;
 }
@@ -57,9 +58,10 @@ void ShardedOptimizerCore::State::adopt_alone() {
 }
 
 void ShardedOptimizerCore::State::complete_second() {
-  require_own_state();
   prepare_gradients();
-  for (const auto& module : modules) module->complete_second({.options = commit.options, .updates = steps});
+  SecondQuestion question{.options = commit.options, .updates = steps};
+  add_own_state(question);
+  for (const auto& module : modules) module->complete_second(question);
 }
 
 void ShardedOptimizerCore::State::end_outdated() {

@@ -16,6 +16,8 @@
 
 namespace shoal {
 
+struct SecondQuestion;
+
 // The virtual functions are about ownership: by range (ShardedOptimizerCore::State) or by tensor (OSSCore::State).
 struct ShardedOptimizerBase::State {
   std::string name;  // of the class, for errors
@@ -132,7 +134,8 @@ struct ShardedOptimizerBase::State {
   virtual void adopt_alone() = 0;
   // What second owners have of gradients is as the first owners have it. DisagreeError if they have other values. Collective.
   virtual void complete_second() = 0;
-  void require_own_state() const;
+  // Of the optimizer's state.
+  void add_own_state(SecondQuestion& question) const;
   // What an update has left for the other ranks comes to them. Collective. end_outdated(): nor will it, as their shards are replaced.
   virtual void publish_second() = 0;
   virtual void end_outdated() = 0;

@@ -49,12 +49,13 @@ OSSCore::ParamGroups OSSCore::State::own_part(const ParamGroups& groups) {
 std::vector<Estate::Shard> OSSCore::State::shards() const {
   const auto names = shard_names();
   std::vector<Estate::Shard> list;
-  for_owned([&](size_t place, int) {
+  for_owned([&](size_t place, int owner) {
     const auto& parameter = shares.parameters[place];
     if (parameter.numel() == 0) return;  // nothing to give
     list.push_back({names.at(parameter.unsafeGetTensorImpl()),
                     {.values = parameter, .parameter = parameter, .range = {0, parameter.numel()}},
-                    state_of(*local, parameter)});
+                    state_of(*local, parameter),
+                    owner});
   });
   return list;
 }
@@ -83,8 +84,8 @@ at::Tensor OSSCore::State::gradient_of(size_t place, int owner) const {
 
 // A program may change gradients, or one owner's alone: a digest of all elements tells whether both owners have the same.
 void OSSCore::State::complete_second() {
-  require_own_state();
   SecondQuestion question{.gradients = std::map<int, uint64_t>(), .options = commit.options, .updates = steps};
+  add_own_state(question);
   for_owned([&](size_t place, int owner) {
     question.add_element(owner, shares.parameters[place]);
     const auto gradient = gradient_of(place, owner);
