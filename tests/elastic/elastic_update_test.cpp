@@ -99,26 +99,76 @@ TEST(ElasticUpdate, ELA01_gradients_that_are_made_sparse_are_refused_on_all_rank
   for (const auto& rank : test::run_ranks(4, train, {}, over_sockets())) EXPECT_EQ(rank.text, "end");
 }
 
-// Outside of elastic jobs, OSS compares the gradients of such parameters in its step.
+// A parameter beside the wrapped module: what the loss is multiplied with.
+struct WithTemperature {
+  explicit WithTemperature(const World& of)
+      : world(of),
+        optimizer(parameters(), torch::optim::AdamOptions(0.01), world.group()),
+        parallel(net, optimizer, world.group(), {.log_sizes = false}),
+        elastic(world, parallel, optimizer) {}
+  std::vector<at::Tensor> parameters() const {
+    auto list = net->parameters();
+    list.push_back(beside);
+    return list;
+  }
+  // uses: whether the loss depends on it. Returns the bytes that this rank has sent.
+  int64_t step(const at::Tensor& x, bool uses, double clip = 0) {
+    const auto before = world.group().statistics().bytes;
+    const auto compute = [&] {
+      optimizer.zero_grad();
+      const auto loss = test::loss_of(parallel.forward(x), x);
+      (uses ? loss * beside.exp() : loss).backward();
+      if (clip > 0) optimizer.clip_grad_norm(clip);
+    };
+    elastic.step(2, compute, [&] { optimizer.step(); });
+    return world.group().statistics().bytes - before;
+  }
+
+  const World& world;
+  std::shared_ptr<test::Net> net = std::make_shared<test::Net>();
+  at::Tensor beside = torch::ones({}, torch::requires_grad());
+  OSS<torch::optim::Adam> optimizer;
+  ShardedDataParallel<test::Net> parallel;
+  Elastic elastic;
+};
+
+// Its gradients are compared before the commit.
 TEST(ElasticUpdate, ELA02_ELA03_a_parameter_beside_the_wrapped_module_is_updated_without_communication) {
   const auto train = [](const World& world) -> std::string {
     alarm(30);
-    const auto net = std::make_shared<test::Net>();
-    const auto beside = torch::ones({}, torch::requires_grad());
-    auto parameters = net->parameters();
-    parameters.push_back(beside);
-    OSS<torch::optim::Adam> optimizer(parameters, torch::optim::AdamOptions(0.01), world.group());
-    ShardedDataParallel parallel(net, optimizer, world.group());
-    Elastic elastic(world, parallel, optimizer);
+    WithTemperature training(world);
     const auto x = test::inputs_of({1, 2});
-    const auto compute = [&] {
-      optimizer.zero_grad();
-      (test::loss_of(parallel.forward(x), x) * beside.exp()).backward();
-    };
-    const bool updated = elastic.step(2, compute, [&] { optimizer.step(); });
-    return updated && beside.item<double>() != 1 ? "end" : "not updated";
+    const auto without = training.step(x, /*uses=*/false);
+    const auto with = training.step(x, /*uses=*/true);
+    if (training.beside.item<double>() == 1) return "not updated";
+    if (with - without > 500) return fmt::format("{} bytes in place of {}", with, without);
+    training.optimizer.zero_grad();
+    const auto differs = test::inputs_of({1, 2 + static_cast<size_t>(world.rank())});
+    try {
+      training.step(differs, /*uses=*/true);
+    } catch (const DisagreeError& error) {
+      return error.what();
+    }
+    return "different gradients were used";
   };
-  for (const auto& rank : test::run_ranks(2, train)) EXPECT_EQ(rank.text, "end");
+  for (const auto& options : {WorldOptions(), over_sockets()}) {
+    for (const auto& rank : test::run_ranks(3, train, {}, options)) {
+      EXPECT_THAT(rank.text, testing::HasSubstr("gradients that no wrapper averages, of parameters outside of the"));
+    }
+  }
+}
+
+// Also on its second owner.
+TEST(ElasticUpdate, ELA02_ELA04_a_gradient_beside_the_wrapped_module_is_clipped_once) {
+  const auto train = [](const World& world) -> std::string {
+    alarm(30);
+    WithTemperature training(world);
+    training.step(test::inputs_of({1, 2}), /*uses=*/true, /*clip=*/0.1);
+    const auto own = training.beside.grad().item<double>();
+    const auto most = world.group().all_reduce(std::vector<double>{own, -own}, ReduceOp::max);
+    return most[0] == -most[1] ? "end" : fmt::format("gradients from {} to {}", -most[1], most[0]);
+  };
+  for (const auto& rank : test::run_ranks(3, train, {}, over_sockets())) EXPECT_EQ(rank.text, "end");
 }
 
 // Its owners stay. One that had none cannot get any.

@@ -435,5 +435,20 @@ TEST_F(ByHost, MEG01_refusals) {
       HasSubstr("shard_within_host"));
 }
 
+// Ranks of a host may agree where hosts do not.
+TEST_F(ByHost, ZER01_gradients_beside_the_module_are_compared_over_hosts) {
+  const auto step = [](const World& world) {
+    auto model = model_of(0);
+    const auto beside = torch::ones({}, torch::dtype(at::kDouble).requires_grad(true));
+    auto parameters = model->parameters();
+    parameters.push_back(beside);
+    Adam optimizer(parameters, adam, world.group().by_host());
+    Parallel parallel(model.ptr(), optimizer, world.group(), {.log_sizes = false});
+    (test::mean_loss(parallel.forward(test::batch(world.rank(), 0, 0))) * beside).backward();
+    return test::refusal<DisagreeError>([&] { optimizer.step(); });
+  };
+  run({1, 1}, step, HasSubstr("gradients that no wrapper averages, of parameters outside of the wrapped modules"));
+}
+
 }  // namespace
 }  // namespace shoal::by_host_test

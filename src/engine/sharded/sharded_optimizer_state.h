@@ -70,6 +70,8 @@ struct ShardedOptimizerBase::State {
   // any. DisagreeError if ranks have different values, UsageError for other changes that ownership does not support.
   virtual void adopt_values() = 0;
   virtual void begin_step() {}
+  // Before gradients are taken for an update. Not between the commit and the update of an elastic job. Collective.
+  virtual void agree_on_gradients() const {}
   // This step's gradients as the local optimizer will see them. Resets `finite`, unless they are unscaled already.
   // UsageError for gradients that a step cannot use; nothing has changed then.
   virtual std::vector<at::Tensor> take_gradients() = 0;

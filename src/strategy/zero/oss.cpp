@@ -35,7 +35,9 @@ void OSSCore::State::require_wrapper() const {
 
 // A parameter in no wrapped module, such as a learned temperature in the loss, has this rank's own gradient, unless the program
 // averages it. Where no parameter is in one, the program, or another library's wrapper, averages all of them.
-void OSSCore::State::agree_beside_wrappers() const {
+void OSSCore::State::agree_on_gradients() const {
+  const auto& all = everybody ? *everybody : group;
+  if (all.size() == 1) return;
   std::vector<std::string> gradients;
   bool some_wrapped = false;
   for (const auto& parameter : shares.parameters) {
@@ -49,17 +51,14 @@ void OSSCore::State::agree_beside_wrappers() const {
     }
   }
   if (!some_wrapped || gradients.empty()) return;
-  agree_as("agreement on gradients of parameters of OSS that are in no wrapped module", group,
+  agree_as("agreement on gradients of parameters of OSS that are in no wrapped module", all,
            "gradients that no wrapper averages, of parameters outside of the wrapped modules (make each a part of the "
            "module, or average its gradient over the ranks)",
            gradients);
 }
 
 std::vector<at::Tensor> OSSCore::State::take_gradients() {
-  if (group.size() > 1) {
-    require_wrapper();
-    if (!has_commit()) agree_beside_wrappers();  // an elastic update must not communicate
-  }
+  if (group.size() > 1) require_wrapper();
   for (const auto& parameter : shares.parameters) require_no_local_gradient(parameter, name, describe(parameter));
   finite.reset();
   // Where other ranks hold the mean, too, it stays equal: a later backward may add to it.
@@ -71,7 +70,7 @@ std::vector<at::Tensor> OSSCore::State::take_gradients() {
   }
   if (twice.gradients) {
     for_owned([&](size_t place, int owner) {
-      if (owner == group.rank()) return;
+      if (!has_stand_in(place, owner)) return;
       if (const auto copy = gradient_of(place, owner); copy.defined()) gradients.push_back(copy);
     });
   }
@@ -180,6 +179,7 @@ bool OSSCore::step(GradScaler& scaler, double max_norm) {
 double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
   state().require_known(*this);
   adopt_changes();
+  state().agree_on_gradients();
   return state().clip(state().take_gradients(), max_norm, norm_type);
 }
 

@@ -76,10 +76,14 @@ void OSSCore::State::adopt_alone() {
   if (lone_watch) lone_watch->note();
 }
 
+bool OSSCore::State::has_stand_in(size_t place, int owner) const {
+  const auto& parameter = shares.parameters[place];
+  return owner != group.rank() && twice.gradients && twice.gradients->has(parameter) && parameter.numel() > 0;
+}
+
 at::Tensor OSSCore::State::gradient_of(size_t place, int owner) const {
   const auto& parameter = shares.parameters[place];
-  const bool stands_in = owner != group.rank() && twice.gradients && parameter.numel() > 0;  // grad() is without memory
-  return stands_in ? twice.gradients->of(parameter) : parameter.grad();
+  return has_stand_in(place, owner) ? twice.gradients->of(parameter) : parameter.grad();
 }
 
 // A program may change gradients, or one owner's alone: a digest of all elements tells whether both owners have the same.
@@ -130,7 +134,7 @@ void OSSCore::State::step_owned() {
     for (auto& [parameter, stand_in] : stand_ins) parameter.mutable_grad() = stand_in;
   });
   for_owned([&](size_t place, int owner) {
-    if (owner == group.rank() || !twice.gradients) return;
+    if (!has_stand_in(place, owner)) return;
     auto parameter = shares.parameters[place];
     stand_ins.emplace_back(parameter, parameter.grad());
     parameter.mutable_grad() = gradient_of(place, owner);

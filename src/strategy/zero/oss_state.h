@@ -80,6 +80,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   // Whether a dtype or device has changed, or a parameter that was frozen is trainable; UsageError for another shape.
   bool must_share_again(const ParamGroups& groups) const override;
   void adopt_values() override;
+  // DisagreeError if gradients of parameters in no wrapped module differ between ranks. Collective if there are such.
+  void agree_on_gradients() const override;
   std::vector<at::Tensor> take_gradients() override;
   std::vector<at::Tensor> counted_gradients() const override;
   bool shared() const override;
@@ -139,6 +141,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
       if (owner == group.rank() || second) visit(place, owner);
     }
   }
+  // Whether grad() is a tensor without memory, in whose place the optimizer takes a copy of the owner's.
+  bool has_stand_in(size_t place, int owner) const;
   // What the optimizer takes for one of them.
   at::Tensor gradient_of(size_t place, int owner) const;
   // By buffer, whether this rank's update may have changed it; updated: there was one.
@@ -148,8 +152,6 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   void require_wrapper() const;
   // Before values of parameters that have other memory (set_data) are adopted.
   void separate_replaced() const;
-  // DisagreeError if gradients of parameters in no wrapped module differ between the group's ranks. Collective if there are such.
-  void agree_beside_wrappers() const;
   // UsageError that names what would need other shares.
   [[noreturn]] void refuse_new_shares(const ParamGroups& groups);
   void choose_owners(OSSShares& made) const;

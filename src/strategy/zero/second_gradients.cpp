@@ -1,13 +1,11 @@
 #include "strategy/zero/second_gradients.h"
 
-#include <fmt/format.h>
 #include <torch/utils.h>
 
 #include <utility>
 
 #include "engine/sharded/second_copies.h"
 #include "memory/views.h"
-#include "shoal/error.h"
 
 namespace shoal {
 namespace {
@@ -18,13 +16,7 @@ constexpr int tag_of_gradients = 0x5ec1;  // no other messages of the group have
 
 SecondGradients::SecondGradients(std::shared_ptr<Reducer> reducer)
     : reducer_(std::move(reducer)), copies_(std::make_shared<SecondCopies>(*reducer_)) {
-  for (const auto& gradient : reducer_->gradients()) {
-    if (!gradient.sparse) continue;
-    throw UsageError(
-        fmt::format("Elastic: ShardedDataParallel: sparse gradients, such as that of {}, are not supported where "
-                    "parameters have second owners, on several hosts or over sockets: make them dense",
-                    gradient.name));
-  }
+  for (const auto& gradient : reducer_->gradients()) reduced_.insert(gradient.parameter.unsafeGetTensorImpl());
   const std::weak_ptr<SecondCopies> weak = copies_;
   reducer_->callbacks.after_sum = [weak](PendingExchange sum, size_t bucket, const Label& label) {
     const auto copies = weak.lock();

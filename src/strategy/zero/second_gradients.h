@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "engine/reducer/reducer.h"
@@ -15,12 +16,14 @@ class SecondCopies;
 // changes it. grad() is a tensor without memory there.
 class SecondGradients {
  public:
-  // reducer: that of the wrapper. UsageError for sparse gradients. Sums are sent until this object ends.
+  // reducer: that of the wrapper, whose gradients are dense. Sums are sent until this object ends.
   explicit SecondGradients(std::shared_ptr<Reducer> reducer);
   SecondGradients(const SecondGradients&) = delete;
   SecondGradients& operator=(const SecondGradients&) = delete;
 
-  // After the last reduction; undefined: there is none. parameter: one that this rank owns a second time.
+  // Whether the wrapper reduces its gradient.
+  bool has(const at::Tensor& parameter) const { return reduced_.contains(parameter.unsafeGetTensorImpl()); }
+  // After the last reduction; undefined: there is none. parameter: one that this rank owns a second time, and has().
   at::Tensor of(const at::Tensor& parameter);
   // They are as the owners have them in grad() at present. owners: by parameter, its first owner; second: by rank, the second owner of
   // what it owns. Collective.
@@ -34,6 +37,7 @@ class SecondGradients {
 
   std::shared_ptr<Reducer> reducer_;
   std::shared_ptr<SecondCopies> copies_;
+  std::unordered_set<const c10::TensorImpl*> reduced_;
   int64_t taken_at_ = -1;  // reductions then
   std::unordered_map<const c10::TensorImpl*, at::Tensor> gradients_;
 };
