@@ -30,6 +30,44 @@ TEST(SecondOwners, ELA04_the_second_owner_is_on_the_next_host) {
   EXPECT_EQ(second_owners({0, 0, 0}), (std::vector<int>{1, 2, 0}));  // of one host
 }
 
+// Sums of a rank that is alone, and owns them twice.
+struct Copied {
+  explicit Copied(const Group& group)
+      : reducer({{"a", a}, {"b", b}}, group, {.leave_grad = false},
+                std::make_unique<ReduceToOwner>(group, BucketCaps{}, std::vector<int>{0, 0})),
+        copies(std::make_shared<SecondCopies>(reducer)) {}
+  at::Tensor a = at::ones({3}).set_requires_grad(true);
+  at::Tensor b = at::ones({5}).set_requires_grad(true);
+  Reducer reducer;
+  std::shared_ptr<SecondCopies> copies;
+};
+
+TEST(SecondOwners, ELA04_copies_of_sums_are_made_anew_each_time_that_buckets_are) {
+  const auto ended = test::run_ranks(1, [](const World& world) -> std::string {
+    Copied copied(world.group());
+    for (const auto& order : {std::vector<size_t>{0, 1}, {1, 0}}) {
+      copied.reducer.resume_from(BucketOrder::Learnt{order, 0});
+      copied.reducer.expect_backward();
+      if (copied.copies->of_these_buckets()) return "copies of former buckets";
+      copied.copies->follow({}, 0, {});
+      if (!copied.copies->of_these_buckets()) return "copies were not made anew";
+    }
+    return "";
+  });
+  EXPECT_EQ(ended[0].text, "");
+}
+
+TEST(SecondOwners, ELA04_copies_of_sums_live_as_long_as_a_sum_that_they_follow) {
+  const auto ended = test::run_ranks(1, [](const World& world) -> std::string {
+    Copied copied(world.group());
+    const std::weak_ptr<SecondCopies> seen = copied.copies;
+    const auto sum = copied.copies->follow({}, 0, {});
+    copied.copies.reset();
+    return seen.expired() ? "they have gone" : "";
+  });
+  EXPECT_EQ(ended[0].text, "");
+}
+
 std::vector<Trained> all_sharded() {
   auto list = fully_sharded;
   list.insert(list.end(), rarely_sharded.begin(), rarely_sharded.end());

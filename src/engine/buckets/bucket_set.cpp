@@ -17,6 +17,7 @@ BucketSet::BucketSet(const std::vector<Gradient>& gradients, const Group& group,
     : gradients_(gradients), group_(group), plan_(plan), frozen_(gradients.size()) {}
 
 std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
+  ++builds_;
   const auto planned = plan_.buckets(gradients_, order);
   auto old = std::exchange(buckets_, {});
   std::erase_if(old, [this](const Bucket& bucket) {

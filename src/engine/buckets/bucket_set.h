@@ -23,6 +23,8 @@ class BucketSet {
   // Builds buckets for gradients that arrive in `order`. Returns the former buckets that gradients still lie in; the
   // caller keeps them until those have moved. Usually there are none, so that old and new memory never exist together.
   [[nodiscard]] std::vector<Bucket> build(const std::vector<size_t>& order);
+  // How often they have been built.
+  int64_t builds() const { return builds_; }
 
   const std::vector<Bucket>& all() const { return buckets_; }
   const std::vector<Place>& places() const { return places_; }
@@ -63,6 +65,7 @@ class BucketSet {
   const Group& group_;
   const ReductionPlan& plan_;
   std::vector<Bucket> buckets_;
+  int64_t builds_ = 0;
   std::vector<Place> places_;  // by gradient
   std::vector<bool> frozen_;   // by gradient
   StepTrailer trailer_;

@@ -184,6 +184,8 @@ class Reducer final : private BackwardListener {
   const Group& group() const { return group_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
   const std::vector<Bucket>& buckets() const { return buckets_.all(); }
+  // How often buckets have been built so far: another number, other buckets.
+  int64_t builds() const { return buckets_.builds(); }
   const GradientReduction& reduction() const { return *reduction_; }
   std::vector<at::Tensor> parameters_of(const Bucket& bucket) const;
   // The range of a bucket that each of the first `ranks` ranks keeps.

@@ -40,7 +40,7 @@ SecondCopies::SecondCopies(const Reducer& reducer)
 }
 
 void SecondCopies::make() {
-  rebuilt_ = reducer_.rebuilt();
+  built_ = reducer_.builds();
   copies_.assign(reducer_.buckets().size(), {});
   sent_.assign(copies_.size(), 0);
   const auto& plan = reducer_.reduction().plan();
@@ -73,8 +73,8 @@ PendingExchange SecondCopies::exchange(size_t bucket, const Label& label) {
 }
 
 PendingExchange SecondCopies::follow(PendingExchange sum, size_t bucket, const Label& label) {
-  if (rebuilt_ != reducer_.rebuilt()) make();
-  return chain(std::move(sum), [this, bucket, label] { return exchange(bucket, label); });
+  if (!of_these_buckets()) make();
+  return chain(std::move(sum), [self = shared_from_this(), bucket, label] { return self->exchange(bucket, label); });
 }
 
 void SecondCopies::complete(SecondQuestion question) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -47,7 +48,7 @@ struct SecondQuestion {
 
 // Sums of gradients that this rank holds a second time. An owner sends its sum of a bucket once the bucket is reduced, while backward
 // computes the next ones. What changes a sum later is noticed by its tensor's version; then complete() sends all sums again.
-class SecondCopies {
+class SecondCopies : public std::enable_shared_from_this<SecondCopies> {
  public:
   struct Copy {
     int owner = 0;   // the first one, a rank of the reducer's group
@@ -55,18 +56,16 @@ class SecondCopies {
     at::Tensor sum;  // its elements
   };
 
-  // reducer: must outlive this object. Its ranks own ranges of buckets, and sum in one stage. Where it builds its buckets anew, in the
-  // order of arrival, the first message in them finds copies that are made anew.
+  // reducer: must outlive this object. Its ranks own ranges of buckets, and sum in one stage. Where it has built its buckets anew, the
+  // first message in them finds copies that are made anew.
   explicit SecondCopies(const Reducer& reducer);
   SecondCopies(const SecondCopies&) = delete;
   SecondCopies& operator=(const SecondCopies&) = delete;
 
   // Whether the copies are those of the reducer's present buckets. A forward may rebuild the buckets; the first message makes new copies.
-  bool of_these_buckets() const {
-    return rebuilt_ == reducer_.rebuilt() && copies_.size() == reducer_.buckets().size();
-  }
+  bool of_these_buckets() const { return built_ == reducer_.builds(); }
   const std::vector<Copy>& of(size_t bucket) const { return copies_[bucket]; }
-  // Chains the messages about a bucket to its reduction.
+  // Chains the messages about a bucket to its reduction, which keeps this object.
   PendingExchange follow(PendingExchange sum, size_t bucket, const Label& label);
   // All copies are as the sums are at present, and all ranks have answered the question. Collective.
   void complete(SecondQuestion question);
@@ -83,7 +82,7 @@ class SecondCopies {
   std::vector<int> owners_;                // by rank, of what it owns: second_owners()
   std::vector<std::vector<Copy>> copies_;  // by bucket
   std::vector<uint32_t> sent_;             // by bucket: version of this rank's sum that its holder has
-  bool rebuilt_ = false;                   // whether these buckets are in the order of arrival
+  int64_t built_ = 0;                      // builds of the reducer's buckets then
 };
 
 }  // namespace shoal
