@@ -204,6 +204,41 @@ TEST(ElasticUpdate, ELA02_a_parameter_is_frozen_and_unfrozen_under_zero2) {
   }
 }
 
+// Ends this rank where ranks compare their hooks, as they do when they make the buckets.
+struct EndsItsRank : SumHook {
+  std::string name() const override {
+    if (ends) std::raise(SIGKILL);
+    return SumHook::name();
+  }
+  bool ends = false;
+};
+
+TEST(ElasticUpdate, ELA01_a_rank_ends_while_the_buckets_of_zero2_are_made_for_those_that_are_left) {
+  const auto train = [](const World& world) -> std::string {
+    alarm(30);
+    const int self = world.rank();
+    const auto hook = std::make_shared<EndsItsRank>();
+    const auto net = std::make_shared<test::Net>();
+    OSS<torch::optim::Adam> optimizer(net->parameters(), torch::optim::AdamOptions(0.01), world.group());
+    ShardedDataParallel parallel(net, optimizer, world.group(), {.communication_hook = hook, .log_sizes = false});
+    Elastic elastic(world, parallel, optimizer, {.on_change = [](const ElasticChange&) {}});
+    const auto x = test::inputs_of({1, 2});
+    while (elastic.steps() < 3) {
+      if (elastic.steps() == 1 && self == 2) std::raise(SIGKILL);
+      hook->ends = elastic.steps() == 1 && self == 1;
+      const auto compute = [&] {
+        optimizer.zero_grad();
+        test::loss_of(parallel.forward(x), x).backward();
+      };
+      elastic.step(2, compute, [&] { optimizer.step(); });
+    }
+    return fmt::format("{} rank", world.size());
+  };
+  const auto ended = test::run_ranks(3, train);
+  EXPECT_EQ(ended[0].text, "1 rank") << ended[0].status;
+  for (const size_t rank : {1, 2}) EXPECT_TRUE(WIFSIGNALED(ended[rank].status));
+}
+
 TEST(ElasticUpdate, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_name) {
   const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
     alarm(30);

@@ -263,7 +263,7 @@ void ShardedDataParallelCore::share() {
   std::vector<Gradient> gradients;
   const auto owners = share_gradients(gradients);
   if (options.grad_reduce_in_fp32) widen(gradients);
-  auto left = state.reducer ? state.reducer->left() : AccumulatedGradients::Left();
+  auto left = sharding_->owners.empty() ? AccumulatedGradients::Left() : state.reducer->left();
   const auto old_owners = std::exchange(sharding_->owners, owners_by_parameter(gradients, owners));
   const auto hook = options.reduce_fp16 ? std::make_shared<CompressHook>(at::kHalf) : options.communication_hook;
   const auto& groups = sharding_->groups;
@@ -329,8 +329,7 @@ void ShardedDataParallelCore::regroup(int64_t step) {
   state.group = sharding_->optimizers.front()->everybody();
   sharding_->take(groups_of(sharding_->optimizers, state.group));
   state.entered = false;
-  state.reducer.reset();
-  sharding_->owners.clear();
+  sharding_->owners.clear();  // nothing is left; the former reducer stays until there is another one: this may fail
   share();
   state.reducer->count_from(step);
 }
