@@ -145,6 +145,24 @@ TEST(ElasticJoin, ELA06_a_job_that_cannot_be_joined_says_why) {
   expect_good(job, {0}, *record, 1);
 }
 
+// Over sockets, ranks of the same host need second owners, too.
+TEST(ElasticJoin, ELA06_a_hook_closes_a_job_over_sockets) {
+  const test::SharedRecord record;
+  const Trained trained{.sharding = test::Sharding::zero2, .hooked = true};
+  const auto body = [&](const World& world) { return test::train(world, *record, 1, {}, {}, trained); };
+  WorldOptions tcp;
+  tcp.transport = "tcp";
+  record->last_step = 2;
+  JoinJob job(1, body, tcp);
+  ASSERT_TRUE(reach(*record, {0}, 2));
+  const auto ended = job.end_of(job.add(body, tcp));
+  EXPECT_NE(ended.text.find("cannot join a job like this one: a communication_hook or reduce_fp16 is not supported"),
+            std::string::npos)
+      << ended.text;
+  record->last_step = 0;
+  expect_good(job, {0}, *record, 1);
+}
+
 // A lone rank may have them.
 TEST(ElasticJoin, ELA06_sparse_gradients_of_oss_close_a_job) {
   const test::SharedRecord record;
