@@ -56,7 +56,8 @@ struct LocalUpdatesOptions {
   std::optional<double> alpha{};  // x_i <- alpha x_i + (1 - alpha) theta, in [0, 1); none: 0, or 0.5 with a delay
   int64_t warmup_steps = 0;       // initial steps in which gradients are averaged as in DistributedDataParallel
   bool reset_optimizer = false;   // an exchange drops the inner optimizer's state of its parameters ("reset" in SlowMo)
-  bool average_buffers = false;   // average floating-point buffers after every `every` steps
+  bool average_buffers =
+      false;  // average floating-point buffers after every `every` steps; equal ones stay as they are
   std::vector<std::string> ignored{};  // names of parameters and buffers that shoal does not touch
 
   // dtype in which D is sent: float32 or bfloat16; none: the parameters' dtype, float32 for 16-bit parameters.

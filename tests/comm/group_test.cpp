@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -88,6 +89,32 @@ TEST(Group, all_reduce_knows_its_operations) {
   EXPECT_EQ(reduced(ReduceOp::max), ranks);
   EXPECT_EQ(reduced(ReduceOp::product), std::tgamma(ranks + 1));
   EXPECT_NEAR(reduced(ReduceOp::avg), (ranks + 1) / 2.0, 1e-12);
+}
+
+TEST(Group, a_mean_is_right_where_the_sum_is_beyond_the_range) {
+  const int ranks = group().size();
+  const double greatest = (ranks + ranks % 2) * 0.5, halves = ranks - greatest;  // how many ranks have it
+  const std::vector<std::pair<at::ScalarType, double>> most{{at::kDouble, 0x1.fffffffffffffp1023},
+                                                            {at::kFloat, 0x1.fffffep127},
+                                                            {at::kHalf, 65504},
+                                                            {at::kBFloat16, 0x1.fep127}};
+  for (const auto& [dtype, limit] : most) {
+    auto tensor = at::full({2000}, -limit, dtype);
+    tensor.narrow(0, 0, 3).fill_(0.1);
+    tensor.narrow(0, 3, 3).fill_(group().rank() % 2 == 0 ? limit : limit / 2);
+    tensor.narrow(0, 6, 2).fill_(group().rank() == 0 ? -std::numeric_limits<double>::infinity() : limit);
+    const auto before = tensor.clone();
+    group().all_reduce(tensor, ReduceOp::avg).wait();
+    const double mean = (limit / ranks) * greatest + (limit / ranks) * (halves / 2);
+    EXPECT_NEAR(tensor[3].item<double>() / mean, 1, 1e-2) << dtype;
+    EXPECT_EQ(tensor[6].item<double>(), -std::numeric_limits<double>::infinity()) << dtype;
+    if (group().transport() == "gloo") {
+      EXPECT_TRUE(tensor.narrow(0, 8, 1992).isfinite().all().item<bool>()) << dtype;
+    } else {
+      EXPECT_TRUE(at::equal(tensor.narrow(0, 0, 3), before.narrow(0, 0, 3))) << dtype << ": equal values stay";
+      EXPECT_TRUE(at::equal(tensor.narrow(0, 8, 1992), before.narrow(0, 8, 1992))) << dtype;
+    }
+  }
 }
 
 TEST(Group, reduce_gives_the_root_the_sum) {

@@ -44,12 +44,13 @@ std::string right_if(bool right, const std::string& otherwise) {
   return right ? "right" : otherwise;
 }
 
-TEST_F(Hosts, a_mean_of_16_bit_numbers_does_not_overflow) {
+TEST_F(Hosts, a_mean_does_not_overflow) {
   expect_right([](const Group& group) -> std::string {
-    for (const auto dtype : {at::kHalf, at::kBFloat16}) {
-      // Exact in bfloat16, too. Their sum, and that of two of them, is beyond half's range.
-      const double value = 32768 + 8192 * (group.rank() % 2);
-      const auto expected = at::full({1000}, 36864, dtype);
+    for (const auto dtype : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble}) {
+      // Exact in bfloat16, too. Their sum, and that of two of them, is beyond the range.
+      const double unit = dtype == at::kHalf ? 1 : dtype == at::kDouble ? 0x1p1008 : 0x1p112;
+      const double value = unit * (32768 + 8192 * (group.rank() % 2));
+      const auto expected = at::full({1000}, unit * 36864, dtype);
       auto all = at::full({1000}, value, dtype);
       group.all_reduce(all, ReduceOp::avg).wait();
       if (!at::equal(all, expected)) return "all_reduce";

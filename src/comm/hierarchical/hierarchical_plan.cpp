@@ -1,7 +1,5 @@
 #include "comm/hierarchical/hierarchical_plan.h"
 
-#include <torch/utils.h>
-
 #include <algorithm>
 
 #include "comm/shm/reduce/reduce_kernels.h"
@@ -54,7 +52,7 @@ class Planner {
     const auto parts = ranges(call_.inputs[0]);
     const auto& own = parts[grid_.local];
     add(Channel::up, {on_host(Op::reduce_scatter, parts, {own})});
-    add(Channel::across, {make(Op::all_reduce, {own}, {})}, division(own));
+    add(Channel::across, {make(Op::all_reduce, {own}, {})});
     add(Channel::down, {make(Op::all_gather, {own}, parts)});
   }
 
@@ -129,19 +127,9 @@ class Planner {
     return list;
   }
 
-  // An average of 16-bit numbers, whose sum may be beyond their range: each level averages. Levels have equal sizes.
-  bool averages_twice() const {
-    if (call_.reduce != ReduceOp::avg) return false;
-    const auto dtype = call_.inputs[0].scalar_type();
-    return dtype == at::kHalf || dtype == at::kBFloat16;
-  }
-
-  // Reduction between hosts. Other averages divide the sum of all, and premultiplied factors apply once, so both use a sum
-  // here.
-  ReduceOp of_hosts() const {
-    if (averages_twice()) return ReduceOp::avg;
-    return call_.reduce == ReduceOp::avg || call_.reduce == ReduceOp::premul_sum ? ReduceOp::sum : call_.reduce;
-  }
+  // Reduction between hosts. Each level averages, since a sum may be beyond the range; levels have equal sizes. Premultiplied
+  // factors apply once.
+  ReduceOp of_hosts() const { return call_.reduce == ReduceOp::premul_sum ? ReduceOp::sum : call_.reduce; }
 
   Call make(Op op, Tensors inputs, Tensors outputs, int peer = -1) const {
     return {.op = op,
@@ -160,20 +148,9 @@ class Planner {
     return made;
   }
 
-  std::function<void()> division(const at::Tensor& result) const {
-    if (call_.reduce != ReduceOp::avg || averages_twice()) return nullptr;
-    return [result, size = size()] {
-      const torch::NoGradGuard no_grad;
-      result.div_(size);
-    };
-  }
-
   // output <- the reduction of the hosts' values, in the order of hosts.
   std::function<void()> summation(const at::Tensor& received, const at::Tensor& output) const {
-    return [received, output, op = of_hosts(), divide = division(output)] {
-      reduce_in_order(output, received.unbind(), op);
-      if (divide) divide();
-    };
+    return [received, output, op = of_hosts()] { reduce_in_order(output, received.unbind(), op); };
   }
 
   // A message to or from one local rank, for ranges of unequal size. Users' tags are never negative.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <thread>
 
@@ -101,24 +102,23 @@ class PolledWork : public TransportWork {
   std::vector<at::Tensor> outputs_;
 };
 
-// Of a tensor in another dtype, whose values are copied back.
-class ConvertedWork : public TransportWork {
+// A work after which this rank computes.
+class FollowedWork : public TransportWork {
  public:
-  ConvertedWork(std::unique_ptr<TransportWork> work, at::Tensor converted, at::Tensor tensor)
-      : work_(std::move(work)), converted_(std::move(converted)), tensor_(std::move(tensor)) {}
+  FollowedWork(std::unique_ptr<TransportWork> work, std::function<void()> finish)
+      : work_(std::move(work)), finish_(std::move(finish)) {}
 
   bool done() override { return work_->done(); }
 
   bool wait_for(Milliseconds slice, Milliseconds remaining) override {
     if (!work_->wait_for(slice, remaining)) return false;
-    if (converted_.defined()) tensor_.copy_(std::exchange(converted_, {}));
+    if (const auto finish = std::exchange(finish_, nullptr)) finish();
     return true;
   }
 
  private:
   std::unique_ptr<TransportWork> work_;
-  at::Tensor converted_;
-  at::Tensor tensor_;
+  std::function<void()> finish_;
 };
 
 // Reduction of received parts: every rank has received all ranks' values of its own part, and reduces them in rank
@@ -178,6 +178,7 @@ class C10dTransport : public Transport {
     if (is_gloo() && is_empty(call)) return std::make_unique<C10dWork>(start(as_barrier(call), call), call);
     const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
     if (equal_parts && is_gloo()) return scatter_and_add(call);
+    if (is_gloo() && reduces(call.op) && call.reduce == ReduceOp::avg) return average(call);
     // libtorch's Gloo cannot reduce int16.
     if (is_gloo() && reduces(call.op) && call.inputs[0].scalar_type() == at::kShort) return reduce_as_int(call);
     if (name_ == "nccl") return std::make_unique<PolledWork>(start(call), call);
@@ -212,14 +213,30 @@ class C10dTransport : public Transport {
                                          call.outputs[0].view({-1}), backend_->getSize(), call.reduce);
   }
 
+  // libtorch's Gloo would divide the sum, which may be beyond the range where the mean is not. A power of 2 loses no digits.
+  std::unique_ptr<TransportWork> average(const Call& call) {
+    const auto ranks = static_cast<unsigned>(backend_->getSize());
+    const double scale = 1.0 / std::bit_ceil(ranks);
+    Call sum = call;
+    sum.reduce = ReduceOp::sum;
+    for (auto& input : sum.inputs) input = normal(input) * scale;
+    const auto result = call.outputs.empty() ? sum.inputs[0] : normal(call.outputs[0]);
+    const auto finish = [result, to = normal(call.outputs.empty() ? call.inputs[0] : call.outputs[0]), ranks, scale] {
+      const auto mean = result / static_cast<double>(ranks) / scale;
+      at::Tensor(to).copy_(
+          at::where(result.isfinite(), mean.nan_to_num(), mean));  // rounded up, it may be beyond the range
+    };
+    return std::make_unique<FollowedWork>(std::make_unique<C10dWork>(start(sum, call), sum), finish);
+  }
+
   std::unique_ptr<TransportWork> reduce_as_int(const Call& call) {
     Call wide = call;
     for (auto& input : wide.inputs) input = normal(input).to(at::kInt);
     const bool in_place = call.outputs.empty();
     if (!in_place) wide.outputs = {normal(call.outputs[0]).to(at::kInt)};
-    return std::make_unique<ConvertedWork>(std::make_unique<C10dWork>(start(wide, call), wide),
-                                           in_place ? wide.inputs[0] : wide.outputs[0],
-                                           normal(in_place ? call.inputs[0] : call.outputs[0]));
+    const auto finish = [result = in_place ? wide.inputs[0] : wide.outputs[0],
+                         to = normal(in_place ? call.inputs[0] : call.outputs[0])] { at::Tensor(to).copy_(result); };
+    return std::make_unique<FollowedWork>(std::make_unique<C10dWork>(start(wide, call), wide), finish);
   }
 
   template <class Options>

@@ -157,8 +157,7 @@ class Collector {
   // Adds this rank's part of the mean over the peers, which is exact if they are equal.
   void add_mean(const StatePiece& piece) {
     auto mean = piece.values().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).contiguous();
-    peers_->all_reduce(mean, ReduceOp::sum, {-1, -1, "mean of " + piece.name}).wait();
-    mean.div_(peers_->size());
+    peers_->all_reduce(mean, ReduceOp::avg, {-1, -1, "mean of " + piece.name}).wait();
     const auto numel = mean.numel();
     const Range own{numel * peers_->rank() / peers_->size(), numel * (peers_->rank() + 1) / peers_->size()};
     const auto values = mean.view({-1}).narrow(0, own.begin, own.size());

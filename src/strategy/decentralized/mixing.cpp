@@ -222,9 +222,8 @@ void Mixing::show(size_t buffer, const std::function<void(const at::Tensor&, dou
 void Mixing::average(const Group& group, size_t buffer, at::Tensor& values, const Label& label) {
   if (!pushes()) return group.all_reduce(values, ReduceOp::avg, label).wait();
   auto mass = at::full({1}, mass_[buffer], at::kDouble);
-  group.all_reduce(values.mul_(mass_[buffer]), ReduceOp::sum, label).wait();
   group.all_reduce(mass, ReduceOp::sum, label).wait();
-  values.div_(mass.item<double>());
+  group.all_reduce(values.mul_(mass_[buffer] / mass.item<double>()), ReduceOp::sum, label).wait();
   mass_[buffer] = 1;
 }
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 
 #include "shoal/error.h"
@@ -154,6 +155,29 @@ TEST(LocalUpdatesUse, BEY22_buffers_and_mean_parameters) {
   EXPECT_NEAR(model->running[0].item<double>(), mean, 1e-12);
   EXPECT_NEAR(model->never[0].item<double>(), mean, 1e-12);
   EXPECT_EQ(model->count.item<int64_t>(), group().rank()) << "integers stay";
+}
+
+TEST(LocalUpdatesUse, BEY22_masks_of_the_lowest_number_keep_their_bits) {
+  const double lowest = std::numeric_limits<double>::lowest();
+  for (const auto& outer : std::vector<decltype(Options::outer)>{Averaging{}, SlowMo{}, OuterNesterov{}}) {
+    const auto model = std::make_shared<OddImpl>();
+    torch::optim::SGD optimizer(model->trainable(), torch::optim::SGDOptions(0.05));
+    LocalUpdates local(model, optimizer, group(), {.every = 1, .outer = outer, .average_buffers = true});
+    const torch::NoGradGuard no_grad;
+    model->running.fill_(lowest);
+    model->never.fill_(0.1);
+    const auto scale = model->never.clone();
+    {
+      const auto scope = local.mean_parameters();
+      EXPECT_EQ(model->running.min().item<double>(), lowest);
+    }
+    local.step(/*update=*/false);
+    EXPECT_EQ(model->running.min().item<double>(), lowest) << outer.index();
+    EXPECT_EQ(model->running.max().item<double>(), lowest) << outer.index();
+    if (group().transport() != "gloo") {
+      EXPECT_TRUE(at::equal(model->never, scale)) << outer.index();
+    }
+  }
 }
 
 TEST(LocalUpdatesUse, BEY22_a_scope_of_the_mean_may_outlive_its_training) {

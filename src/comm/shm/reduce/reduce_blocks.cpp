@@ -124,6 +124,30 @@ void deliver(const Task& task, const T* result, int64_t begin, int64_t count) {
   }
 }
 
+// Means from the sums. They lie between the least and the greatest value, so that the mean of equal ones is exact; where the sum is
+// beyond the range (masks of the lowest number), the values are divided first.
+template <class T, class Wide>
+void divide(const Task& task, int64_t begin, int64_t count, Wide* sum) {
+  alignas(64) Wide value[block];
+  alignas(64) Wide least[block];
+  alignas(64) Wide greatest[block];
+  alignas(64) Wide of_parts[block];
+  const auto divisor = static_cast<Wide>(task.source_count);
+  for (int source = 0; source < task.source_count; ++source) {
+    load(static_cast<const T*>(task.sources[source]) + begin, value, count);
+    for (int64_t i = 0; i < count; ++i) {
+      least[i] = source == 0 ? value[i] : Min::apply(least[i], value[i]);
+      greatest[i] = source == 0 ? value[i] : Max::apply(greatest[i], value[i]);
+      of_parts[i] = (source == 0 ? Wide(0) : of_parts[i]) + value[i] / divisor;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const bool in_range = sum[i] - sum[i] == 0;
+    const Wide mean = in_range ? sum[i] / divisor : of_parts[i];
+    sum[i] = mean < least[i] ? least[i] : mean > greatest[i] ? greatest[i] : mean;
+  }
+}
+
 template <class T, class Wide, class Op, Finish finish>
 void run(const Task& task) {
   alignas(64) Wide sum[block];
@@ -165,10 +189,7 @@ void run(const Task& task) {
       if (source == 0) continue;
       for (int64_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], next[i]);
     }
-    if constexpr (finish == Finish::divide) {
-      const auto divisor = static_cast<Wide>(task.source_count);
-      for (int64_t i = 0; i < count; ++i) sum[i] /= divisor;
-    }
+    if constexpr (finish == Finish::divide) divide<T>(task, begin, count, sum);
     store(sum, result, count);
     deliver(task, result, begin, count);
   }
