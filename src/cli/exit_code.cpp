@@ -35,6 +35,10 @@ void complain(const std::string& text) {
   print_to_stderr("{}error: {}\n", several ? "rank " + *rank + ": " : "", printable(text.substr(0, text.find('\n'))));
 }
 
+bool is_printed() {
+  return std::fflush(stdout) == 0 && std::ferror(stdout) == 0;
+}
+
 bool write_to_stdout(const std::string& text) {
   const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
   if (std::fflush(stdout) == 0 && written) return true;

@@ -13,6 +13,8 @@ constexpr int interrupted_code = 130;
 void complain(const std::string& text);
 // Writes to standard output at once. False: it cannot be written, for the reason in errno; exit_code_of() reports that.
 bool write_to_stdout(const std::string& text);
+// Whether all that was written to standard output could be.
+bool is_printed();
 // Runs the work and returns its exit code; reports what it throws, and output that cannot be written.
 int exit_code_of(const std::function<int()>& work);
 

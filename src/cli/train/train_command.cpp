@@ -222,8 +222,9 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
         }
       });
     }
-    // One rank is enough, unless a job is well if any rank ends well.
-    if (result.unread) code = leads || options.chosen().pace == Pace::own ? failed : 0;
+    // One rank that fails is enough, unless a job is well if any rank ends well.
+    const bool any_suffices = options.chosen().pace == Pace::own || options.elastic;
+    if (result.unread) code = leads || any_suffices ? failed : 0;
     if (result.stopped && !result.kept_latest.empty()) {
       return leave_interrupted(
           leads, "checkpoint",
@@ -240,7 +241,14 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
     if (!options.trace.empty()) {
       write_trace(options.trace, *world_options.timeline, world.rank(), clock);
     }
-    return 0;
+    bool unread = !is_printed();
+    if (any_suffices) {
+      trainer.together([&](const Group& present) {
+        const Label label{-1, -1, "whether the summary is printed"};
+        unread = present.all_reduce(unread ? 1.0 : 0.0, ReduceOp::max, label) != 0;
+      });
+    }
+    return unread ? failed : 0;
   } catch (const JobLost& lost) {
     keep_trace(options, world_options, world.rank(), clock);
     if (options.save.empty()) throw;
