@@ -41,7 +41,7 @@ def test_PY05_hooks_that_differ_or_are_no_hooks_are_refused():
         hook = shoal.hooks.bf16_compress_hook() if rank else shoal.hooks.fp16_compress_hook()
         shoal.nn.DistributedDataParallel(models.make("gpt"), communication_hook=hook)
 
-    assert all("DisagreeError" in error and "communication hook" in error for error in errors_on_ranks(differs))
+    assert all("DisagreeError" in error and "rank 1 has communication_hook bf16" in error for error in errors_on_ranks(differs))
 
     def wrong(rank):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -5,7 +5,6 @@
 
 #include "memory/views.h"
 #include "shoal/error.h"
-#include "shoal/group.h"
 
 namespace shoal {
 namespace {
@@ -96,7 +95,6 @@ std::unique_ptr<GradientReduction> with_hook(std::unique_ptr<GradientReduction> 
                     "DistributedDataParallel or FullyShardedDataParallel with no_shard",
                     wrapper, hook->name(), who_gets_them(point.sum_for)));
   }
-  agree(point.group, "the communication hook", {hook->name()});
   return std::make_unique<HookedReduction>(std::move(reduction), std::move(hook), gradients, prefix);
 }
 

@@ -10,8 +10,7 @@
 namespace shoal {
 
 // Returns `reduction` itself without a hook. wrapper: named in errors. prefix: of parameter names, for a hook that
-// serves several modules. UsageError if the hook does not support the reduction; DisagreeError if ranks have different
-// hooks. Collective with a hook.
+// serves several modules. UsageError if the hook does not support the reduction.
 std::unique_ptr<GradientReduction> with_hook(std::unique_ptr<GradientReduction> reduction,
                                              std::shared_ptr<CommunicationHook> hook,
                                              const std::vector<Gradient>& gradients, const std::string& wrapper,

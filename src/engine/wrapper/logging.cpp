@@ -122,6 +122,21 @@ std::string in_words(const GradScaler* scaler) {
                      options.min_scale);
 }
 
+std::string in_words(const CommunicationHook* hook) {
+  return hook == nullptr ? "none" : hook->name();
+}
+
+std::string in_words(const BufferHook* hook, BufferHookLocation location) {
+  if (hook == nullptr) return "none";
+  return location == BufferHookLocation::pre_forward ? "before forward" : "after forward";
+}
+
+void agree_on_settings(const Group& group, const std::string& wrapper, const LoggingData::Settings& settings) {
+  std::vector<std::string> lines;
+  for (const auto& [name, value] : settings) lines.push_back(name + " " + value);
+  agree(group, "the options of " + wrapper, lines);
+}
+
 std::string in_words(const Precision& precision) {
   return fmt::format("parameters {}, computes in {}, scaler {}", c10::toString(precision.parameters),
                      c10::toString(precision.compute.value_or(precision.parameters)),

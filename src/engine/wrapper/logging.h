@@ -3,6 +3,7 @@
 
 #include "engine/reducer/reducer.h"
 #include "module/walk.h"
+#include "shoal/hooks.h"
 #include "shoal/precision.h"
 #include "shoal/telemetry.h"
 
@@ -20,5 +21,10 @@ std::string yes_or_no(bool value);
 std::string in_words(const Precision& precision);
 // Its options; nullptr: "none".
 std::string in_words(const GradScaler* scaler);
+std::string in_words(const CommunicationHook* hook);
+std::string in_words(const BufferHook* hook, BufferHookLocation location);
+
+// DisagreeError that names an option of which ranks have other values, and these. Collective.
+void agree_on_settings(const Group& group, const std::string& wrapper, const LoggingData::Settings& settings);
 
 }  // namespace shoal

@@ -49,9 +49,19 @@ std::shared_ptr<CommunicationHook> hook_of(const DistributedDataParallelOptions&
   return options.communication_hook;
 }
 
-std::string buffer_hook_of(const DistributedDataParallelOptions& options) {
-  if (!options.buffer_hook) return "none";
-  return options.buffer_hook_location == BufferHookLocation::pre_forward ? "before forward" : "after forward";
+LoggingData::Settings settings_of(const DistributedDataParallelOptions& options) {
+  return {{"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
+          {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
+          {"gradient_as_bucket_view", yes_or_no(options.gradient_as_bucket_view)},
+          {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
+          {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
+          {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
+          {"static_graph", yes_or_no(options.static_graph)},
+          {"precision", in_words(options.precision)},
+          {"reduce_dtype", options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none"},
+          {"communication_hook", in_words(options.communication_hook.get())},
+          {"buffer_hook", in_words(options.buffer_hook.get(), options.buffer_hook_location)},
+          {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
 }
 
 // With a consumer, one bucket is being reduced while the next one fills.
@@ -80,24 +90,15 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
 std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                                     const DistributedDataParallelOptions& options) {
   options.validate();
+  auto settings = settings_of(options);
+  agree_on_settings(group, "DistributedDataParallel", settings);
   auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true,
                     Deferred::materialize, OtherWrappers::allowed);
   require_constant_in_forward(state->tensors, state->name);
   state->adopts_buffers = options.broadcast_buffers;
   state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;
-  state->settings = {{"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
-                     {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
-                     {"gradient_as_bucket_view", yes_or_no(options.gradient_as_bucket_view)},
-                     {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
-                     {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
-                     {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
-                     {"static_graph", yes_or_no(options.static_graph)},
-                     {"precision", in_words(options.precision)},
-                     {"reduce_dtype", options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none"},
-                     {"communication_hook", options.communication_hook ? options.communication_hook->name() : "none"},
-                     {"buffer_hook", buffer_hook_of(options)},
-                     {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
+  state->settings = std::move(settings);
   state->remake_reducer = [to = state.get(), options](const auto& consumer, const auto& frozen) {
     make_reducer(*to, options, consumer, frozen);
   };

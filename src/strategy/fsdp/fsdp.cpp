@@ -26,7 +26,6 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
                                                     const FullyShardedDataParallelOptions& options) {
   options.validate();
   agree(group, "the options of FullyShardedDataParallel", describe(options));
-  agree(group, "the communication hook", {options.communication_hook ? options.communication_hook->name() : "none"});
   const auto ignored = module ? ignored_names(*module, options) : std::vector<std::string>();
   if (module) place_module(*module, options.device, ignored);
   auto state =

@@ -76,6 +76,7 @@ std::vector<std::string> describe(const FullyShardedDataParallelOptions& options
           "reduce_dtype " + name_of(options.reduce_dtype),
           "buffer_dtype " + name_of(options.buffer_dtype),
           "precision " + name_of(options.precision.compute),
+          "communication_hook " + in_words(options.communication_hook.get()),
           "cpu_offload " + yes_or_no(options.cpu_offload),
           "ignored_modules " + list_of(options.ignored_modules),
           "ignored_parameters " + list_of(options.ignored_parameters),

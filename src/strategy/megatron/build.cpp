@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/logging.h"
 #include "module/walk.h"
 #include "optim/scaler_options.h"
 #include "shoal/error.h"
@@ -61,6 +62,7 @@ std::vector<std::string> describe(const DistributedOptimizerOptions& options) {
   lines.push_back(fmt::format("shard_within_host {}", options.shard_within_host));
   lines.push_back(fmt::format("grad_reduce_in_fp32 {}", options.grad_reduce_in_fp32));
   lines.push_back(fmt::format("bucket_size {}", options.bucket_size));
+  lines.push_back("communication_hook " + in_words(options.communication_hook.get()));
   const auto* timers = options.timers.get();
   const bool meet = timers != nullptr && timers->options().barrier;
   lines.push_back(meet ? fmt::format("timers with barrier, of level {}", timers->options().level)

@@ -162,6 +162,9 @@ OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::Optimi
                  bool element_wise, const Group& group, const OSSOptions& options)
     : ShardedOptimizerBase(groups, std::move(defaults), std::move(make), [&] {
         options.validate();
+        agree(group, "the options of OSS",
+              {fmt::format("broadcast_buffer_size {}", options.broadcast_buffer_size),
+               fmt::format("broadcast_fp16 {}", options.broadcast_fp16)});
         auto state = std::make_unique<State>("OSS", group);
         state->options = options;
         state->element_wise = element_wise;

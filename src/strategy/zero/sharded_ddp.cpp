@@ -61,6 +61,20 @@ void check_devices(const ModuleTensors& tensors) {
                   fmt::join(list, ", ")));
 }
 
+LoggingData::Settings settings_of(const ShardedDataParallelOptions& options) {
+  return {{"reduce_buffer_size", fmt::format("{}", options.reduce_buffer_size)},
+          {"reduce_fp16", yes_or_no(options.reduce_fp16)},
+          {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
+          {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
+          {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
+          {"auto_refresh_trainable", yes_or_no(options.auto_refresh_trainable)},
+          {"sync_models_at_startup", yes_or_no(options.sync_models_at_startup)},
+          {"precision", in_words(options.precision)},
+          {"communication_hook", in_words(options.communication_hook.get())},
+          {"buffer_hook", in_words(options.buffer_hook.get(), options.buffer_hook_location)},
+          {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
+}
+
 std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owners, const ShardGroups& groups) {
   std::vector<int64_t> shares(static_cast<size_t>(groups.owners));
   int64_t model = 0;
@@ -122,10 +136,13 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
     : DataParallelCore([&] {
         options.validate();
         if (optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
+        auto settings = settings_of(options);
+        agree_on_settings(group, "ShardedDataParallel", settings);
         if (module) check_devices(walk(*module, options.ignored));
         auto state =
             wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
         require_constant_in_forward(state->tensors, state->name);
+        state->settings = std::move(settings);
         return state;
       }()),
       sharding_(std::make_shared<Sharding>(
@@ -134,16 +151,6 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
   state().adopts_buffers = options.broadcast_buffers;
   state().buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state().precision = options.precision;
-  state().settings = {{"reduce_buffer_size", fmt::format("{}", options.reduce_buffer_size)},
-                      {"reduce_fp16", yes_or_no(options.reduce_fp16)},
-                      {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
-                      {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
-                      {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
-                      {"auto_refresh_trainable", yes_or_no(options.auto_refresh_trainable)},
-                      {"sync_models_at_startup", yes_or_no(options.sync_models_at_startup)},
-                      {"precision", in_words(options.precision)},
-                      {"buffer_hook", yes_or_no(options.buffer_hook != nullptr)},
-                      {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
   for (auto* optimizer : sharding_->optimizers) {
     if (optimizer->state().lacks_trainable(optimizer->param_groups())) optimizer->refresh_trainable();
     optimizer->state().wrapper = sharding_->life;

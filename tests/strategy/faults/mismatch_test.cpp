@@ -252,8 +252,50 @@ TEST_F(Mismatch, BEY09_names_different_communication_hooks) {
               strategy, seeded(3).ptr(), group(), torch::optim::SGDOptions(0.1),
               {.hook = std::make_shared<CompressHook>(odd_one() ? at::kHalf : at::kBFloat16)});
         },
-        {"the communication hook", "rank 0 has bf16", odd_name() + " has fp16"});
+        {"the options of ", "rank 0 has communication_hook bf16", odd_name() + " has communication_hook fp16"});
   }
+}
+
+TEST_F(Mismatch, BEY09_names_different_options_of_wrappers) {
+  const auto expect_option = [](const std::string& wrapper, const std::string& name, const std::string& usual,
+                                const std::string& odd, const std::function<void()>& act) {
+    expect_named(act, {"the options of " + wrapper, "rank 0 has " + name + " " + usual,
+                       odd_name() + " has " + name + " " + odd});
+  };
+  const auto hook = std::make_shared<SumHook>();
+  using Ddp = DistributedDataParallelOptions;
+  const auto ddp = [&](const Ddp& odd, const std::string& name, const std::string& usual, const std::string& other) {
+    expect_option("DistributedDataParallel", name, usual, other, [&] {
+      const DistributedDataParallel<MlpImpl> parallel(seeded(3), group(), odd_one() ? odd : Ddp());
+    });
+  };
+  ddp({.broadcast_buffers = false}, "broadcast_buffers", "yes", "no");
+  ddp({.find_unused_parameters = true}, "find_unused_parameters", "no", "yes");
+  ddp({.ignored = {"first.bias"}}, "ignored", "", "first.bias");
+  ddp({.reduce_dtype = at::kHalf}, "reduce_dtype", "none", "Half");
+  ddp({.communication_hook = hook}, "communication_hook", "none", "sum");
+  ddp({.bucket_cap_mb = 1e-3}, "bucket_cap_mb", "25", "0.001");
+  using Sharded = ShardedDataParallelOptions;
+  const auto sgd = torch::optim::SGDOptions(0.1);
+  const auto sharded = [&](const Sharded& odd, const std::string& name, const std::string& usual,
+                           const std::string& other) {
+    expect_option("ShardedDataParallel", name, usual, other, [&] {
+      auto model = seeded(3);
+      OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, group());
+      const ShardedDataParallel<MlpImpl> parallel(model, optimizer, group(), odd_one() ? odd : Sharded());
+    });
+  };
+  sharded({.sync_models_at_startup = false}, "sync_models_at_startup", "yes", "no");
+  sharded({.communication_hook = hook}, "communication_hook", "none", "sum");
+  sharded({.reduce_buffer_size = 100}, "reduce_buffer_size", "8388608", "100");
+  sharded({.reduce_fp16 = true}, "reduce_fp16", "no", "yes");
+  expect_option("OSS", "broadcast_fp16", "false", "true", [&] {
+    const OSS<torch::optim::SGD> optimizer(seeded(3)->parameters(), sgd, group(), {.broadcast_fp16 = odd_one()});
+  });
+  expect_option("DistributedOptimizer", "communication_hook", "none", "sum", [&] {
+    const DistributedOptimizer<torch::optim::SGD> optimizer(seeded(3), sgd, group(),
+                                                            {.communication_hook = odd_one() ? hook : nullptr});
+  });
 }
 
 TEST_F(Mismatch, BEY09_names_different_topologies) {
@@ -359,25 +401,6 @@ TEST_F(Mismatch, BEY09_names_loss_scales_that_differ) {
   EXPECT_THAT(refusal<DisagreeError>([&] { optimizer.step(scaler); }),
               AllOf(HasSubstr("OSS: ranks have loss scales from 64 to 1024"),
                     HasSubstr("this one has " + std::to_string(static_cast<int>(own)))));
-}
-
-// Buckets of different sizes are different operations; ranks that compare them report it in the first step.
-TEST_F(Mismatch, BEY09_names_different_buckets) {
-  std::vector<int> everyone(group().size());
-  for (size_t rank = 0; rank < everyone.size(); ++rank) everyone[rank] = static_cast<int>(rank);
-  const auto own = group().subgroup(everyone);  // may be spoilt
-  const double cap = odd_one() ? 1e-4 : 25;
-  DistributedDataParallel<MlpImpl> parallel(seeded(3).ptr(), own, {.bucket_cap_mb = cap, .first_bucket_mb = cap});
-  expect_named(
-      [&] {
-        try {
-          mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
-        } catch (const DisagreeError& error) {
-          const std::string text = error.what();
-          throw DisagreeError(text.substr(0, text.find(" (detected")));  // by whom differs
-        }
-      },
-      {"different operations as #", "rank 0", "called all_reduce(sum", "bucket 0: gradients of "});
 }
 
 // Models with equal properties, such as two agents of one kind, differ only in their order.
