@@ -65,8 +65,8 @@ struct PendingExchange {
 PendingExchange chain(PendingExchange first, std::function<PendingExchange()> next);
 
 // Base class of communication hooks: a hook reduces a bucket instead of the strategy's own collective. Members of a
-// derived class are its state. Pass it to a wrapper as the option communication_hook; use one object per wrapper. It is
-// called by the thread that runs backward, with gradient recording off.
+// derived class are its state. Pass it to a wrapper as the option communication_hook; one that has memory serves one wrapper
+// at a time. It is called by the thread that runs backward, with gradient recording off.
 //
 // Weights of a mean, unused parameters and abandoned steps do not pass through the hook: they take a small all-reduce
 // of their own, and the result of the hook is divided by the exact weight. Sparse gradients do not pass through it
@@ -91,6 +91,10 @@ class CommunicationHook {
   // Restores the state. Call it on all ranks before the first step. Throws UsageError for a state that is not this
   // hook's.
   virtual void load_state(const State& state);
+  // Those of this hook and its carriers that keep something from step to step, by parameter name or as a number of steps. A
+  // second wrapper with one of them is refused (UsageError) as long as the first one lives, unless it has the same module.
+  // Override it, with an empty list, in a hook that keeps nothing and may therefore be shared.
+  virtual std::vector<const CommunicationHook*> with_memory() const { return {this}; }
   // False if buckets of this group are summed, in some steps, over a part of its ranks only, which then train apart. A
   // hook that has a carrier asks it.
   virtual bool sums_over_all(const Group&) const { return true; }
@@ -103,6 +107,7 @@ Work sum_up(const GradientBucket& bucket, const at::Tensor& gradients, const at:
 class SumHook : public CommunicationHook {
  public:
   std::string name() const override { return "sum"; }
+  std::vector<const CommunicationHook*> with_memory() const override { return {}; }
   PendingExchange begin(const GradientBucket& bucket) override {
     return {sum_up(bucket, bucket.gradients, bucket.sum)};
   }
@@ -137,6 +142,7 @@ class CompressHook : public CommunicationHook {
   explicit CompressHook(at::ScalarType dtype);
   ~CompressHook() override;
   std::string name() const override;
+  std::vector<const CommunicationHook*> with_memory() const override { return {}; }
   PendingExchange begin(const GradientBucket& bucket) override;
 
  private:
@@ -167,6 +173,7 @@ class QuantizeHook : public CommunicationHook {
   explicit QuantizeHook(const QuantizeOptions& options = {});
   ~QuantizeHook() override;
   std::string name() const override;
+  std::vector<const CommunicationHook*> with_memory() const override;
   PendingExchange begin(const GradientBucket& bucket) override;
   void reset() override;
   State state() const override;
@@ -199,6 +206,7 @@ class TopKHook : public CommunicationHook {
   explicit TopKHook(const TopKOptions& options = {});
   ~TopKHook() override;
   std::string name() const override;
+  std::vector<const CommunicationHook*> with_memory() const override;
   PendingExchange begin(const GradientBucket& bucket) override;
   void reset() override;
   State state() const override;
@@ -242,6 +250,7 @@ class PowerSgdHook : public CommunicationHook {
                         std::shared_ptr<CommunicationHook> carrier = std::make_shared<SumHook>());
   ~PowerSgdHook() override;
   std::string name() const override;
+  std::vector<const CommunicationHook*> with_memory() const override;
   bool serves(SumFor sum_for) const override { return sum_for == SumFor::everybody; }
   bool sums_over_all(const Group& group) const override { return carrier_->sums_over_all(group); }
   PendingExchange begin(const GradientBucket& bucket) override;
@@ -274,6 +283,7 @@ class PostLocalSgdHook : public CommunicationHook {
                    std::shared_ptr<CommunicationHook> carrier = std::make_shared<SumHook>());
   ~PostLocalSgdHook() override;
   std::string name() const override;
+  std::vector<const CommunicationHook*> with_memory() const override;
   bool serves(SumFor sum_for) const override { return sum_for == SumFor::everybody; }
   bool sums_over_all(const Group& group) const override {
     return local_.size() == group.size() && carrier_->sums_over_all(group);

@@ -2,7 +2,7 @@
 
 model = shoal.nn.DistributedDataParallel(net, communication_hook=shoal.hooks.bf16_compress_hook())
 
-Use one object per wrapper. Settings are those of the C++ library (hooks.h) and, where PyTorch has them, of
+A hook with error feedback, or one that counts steps, serves one wrapper at a time: make one for each. Settings are those of the C++ library (hooks.h) and, where PyTorch has them, of
 torch.distributed.algorithms.ddp_comm_hooks; they must be equal on all ranks (DisagreeError).
 """
 

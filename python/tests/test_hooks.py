@@ -57,6 +57,45 @@ def test_PY05_hooks_that_differ_or_are_no_hooks_are_refused():
     on_ranks(wrong)
 
 
+def wrapped_by(strategy, net, hook):
+    """The wrapper, with the optimizer that it needs."""
+    if strategy == "zero2":
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        return shoal.nn.ShardedDataParallel(net, optimizer, communication_hook=hook, log_sizes=False)
+    if strategy == "megatron":
+        return shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1, communication_hook=hook)
+    kind = shoal.nn.FullyShardedDataParallel if strategy == "fsdp" else shoal.nn.DistributedDataParallel
+    return kind(net, communication_hook=hook)
+
+
+def test_PY05_a_hook_with_memory_serves_one_wrapper_at_a_time():
+    """Residuals are stored by parameter name, which the networks of a GAN may share."""
+
+    def runs(rank):
+        for strategy in ("ddp", "zero2", "megatron", "fsdp"):
+            hook, shared = shoal.hooks.topk_hook(fraction=0.1), shoal.hooks.bf16_compress_hook()
+            first = wrapped_by(strategy, torch.nn.Linear(8, 4), hook)
+            with pytest.raises(shoal.UsageError, match="hook topk, .* is in use by a .*: make one for each"):
+                wrapped_by(strategy, torch.nn.Linear(8, 4), hook)
+            if strategy != "megatron":
+                schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(first.parameters(), lr=0.1), lambda step: 1.0)
+                first.loop = [first, schedule]  # a cycle, which only the collector frees
+                del schedule
+            del first
+            second = wrapped_by(strategy, torch.nn.Linear(8, 4), hook)
+            others = [wrapped_by(strategy, torch.nn.Linear(8, 4), shared) for _ in range(2)]
+            del second, others
+        net, hook = torch.nn.Linear(8, 4), shoal.hooks.power_sgd_hook()
+        model = shoal.nn.DistributedDataParallel(net, communication_hook=hook)
+        model = shoal.nn.DistributedDataParallel(net, communication_hook=hook)  # while the old one still lives
+        with pytest.raises(shoal.UsageError, match="make one for each"):
+            carried = shoal.hooks.post_local_sgd_hook(dist.group.WORLD, 0, carrier=hook)
+            shoal.nn.DistributedDataParallel(torch.nn.Linear(8, 4), communication_hook=carried)
+        del model
+
+    on_ranks(runs)
+
+
 def test_PY05_an_averager_takes_param_groups_as_pytorchs_does():
     def averages(rank):
         net = torch.nn.Linear(2, 1)

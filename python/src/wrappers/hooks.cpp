@@ -1,5 +1,6 @@
 #include "shoal/hooks.h"
 
+#include "engine/hooks/hook_use.h"
 #include "shoal/training.h"
 #include "training/hook_text.h"
 #include "wrappers/bind.h"
@@ -42,7 +43,11 @@ Hook hook_of(const py::object& hook) {
       throw UsageError("communication_hook" + error.fault());
     }
   }
-  if (py::isinstance<CommunicationHook>(hook)) return hook.cast<Hook>();
+  if (py::isinstance<CommunicationHook>(hook)) {
+    auto given = hook.cast<Hook>();
+    if (is_in_use(*given)) PyGC_Collect();  // by a wrapper that is gone: schedules and optimizers refer to each other
+    return given;
+  }
   throw UsageError(fmt::format(
       "communication_hook is a {}: give a hook of shoal.hooks, such as shoal.hooks.bf16_compress_hook(), or its text: "
       "fp16, bf16, int8, powersgd:RANK[:START] or topk:FRACTION",

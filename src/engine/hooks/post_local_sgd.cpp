@@ -33,6 +33,12 @@ std::string PostLocalSgdHook::name() const {
   return fmt::format("post-local SGD, from step {}, groups of {}, over {}", start_, local_.size(), carrier_->name());
 }
 
+std::vector<const CommunicationHook*> PostLocalSgdHook::with_memory() const {
+  auto hooks = carrier_->with_memory();
+  hooks.push_back(this);
+  return hooks;
+}
+
 PendingExchange PostLocalSgdHook::begin(const GradientBucket& bucket) {
   if (memory_->count.at(bucket.label.step) < start_) return carrier_->begin(bucket);
   auto among = bucket;

@@ -226,6 +226,12 @@ std::string PowerSgdHook::name() const {
                      carrier_->name());
 }
 
+std::vector<const CommunicationHook*> PowerSgdHook::with_memory() const {
+  auto hooks = carrier_->with_memory();
+  hooks.push_back(this);
+  return hooks;
+}
+
 PendingExchange PowerSgdHook::begin(const GradientBucket& bucket) {
   const auto step = memory_->count.at(bucket.label.step);
   if (step < options_.start_iteration) return carrier_->begin(bucket);

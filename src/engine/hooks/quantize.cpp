@@ -58,6 +58,11 @@ std::string QuantizeHook::name() const {
   return fmt::format("int8, block {}, error feedback {}", options_.block, options_.error_feedback);
 }
 
+std::vector<const CommunicationHook*> QuantizeHook::with_memory() const {
+  if (!options_.error_feedback) return {};
+  return {this};
+}
+
 PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
   const auto& group = bucket.group;
   const auto numel = bucket.gradients.numel();

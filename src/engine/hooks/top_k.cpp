@@ -43,6 +43,11 @@ std::string TopKHook::name() const {
   return fmt::format("topk, fraction {}, error feedback {}", options_.fraction, options_.error_feedback);
 }
 
+std::vector<const CommunicationHook*> TopKHook::with_memory() const {
+  if (!options_.error_feedback) return {};
+  return {this};
+}
+
 PendingExchange TopKHook::begin(const GradientBucket& bucket) {
   const auto numel = bucket.gradients.numel();
   if (numel > std::numeric_limits<int32_t>::max()) {

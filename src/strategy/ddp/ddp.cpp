@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "engine/hooks/hook_use.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
@@ -88,7 +89,7 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
 }
 
 std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,
-                                                    const DistributedDataParallelOptions& options) {
+                                                    DistributedDataParallelOptions options) {
   options.validate();
   auto settings = settings_of(options);
   agree_on_settings(group, "DistributedDataParallel", settings);
@@ -99,6 +100,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;
   state->settings = std::move(settings);
+  options.communication_hook = in_use_by(state->name, *state->module, options.communication_hook);
   state->remake_reducer = [to = state.get(), options](const auto& consumer, const auto& frozen) {
     make_reducer(*to, options, consumer, frozen);
   };

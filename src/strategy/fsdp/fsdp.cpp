@@ -8,6 +8,7 @@
 
 #include "engine/gradients/gradient_norm.h"
 #include "engine/gradients/local_gradients.h"
+#include "engine/hooks/hook_use.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/normal_mode.h"
@@ -43,6 +44,8 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
                                    const FullyShardedDataParallelOptions& options)
     : DataParallelCore(make_state(std::move(module), group, options)),
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
+  auto& hook = shards_->options.communication_hook;
+  hook = in_use_by(state().name, *state().module, hook);
   if (!shards_->groups.equal && !options.sync_module_states) {
     throw UsageError(
         "FullyShardedDataParallel: sync_module_states is off, and hosts run different numbers of ranks, so that their "

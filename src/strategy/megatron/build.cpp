@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/hooks/hook_use.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
 #include "module/walk.h"
@@ -72,6 +73,12 @@ std::vector<std::string> describe(const DistributedOptimizerOptions& options) {
   return lines;
 }
 
+// The options as this optimizer holds them.
+DistributedOptimizerOptions with_hook_in_use(const Chunks& chunks, DistributedOptimizerOptions options) {
+  options.communication_hook = in_use_by("DistributedOptimizer", *chunks.front(), options.communication_hook);
+  return options;
+}
+
 }  // namespace
 
 std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_state(
@@ -103,6 +110,7 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
     }
   }
   check_dtypes(trainable, options);
+  const auto held = with_hook_in_use(chunks, options);
   const auto groups = groups_of(group, options);
   auto state = std::make_unique<State>("DistributedOptimizer", groups.shard);
   if (options.shard_within_host) state->everybody = group;
@@ -113,7 +121,7 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
   state->timers = options.timers;
   state->scalar_groups = scalar_groups(groups.shard, options.model_parallel_group);
   for (size_t number = 0; number < chunks.size(); ++number) {
-    state->modules.push_back(make_chunk(tensors[number], groups, options, cut, chunk_prefix(chunks, number)));
+    state->modules.push_back(make_chunk(tensors[number], groups, held, cut, chunk_prefix(chunks, number)));
     state->modules.back()->know(KnownModule(chunks[number], state->name));
   }
   if (options.scaler) state->scaler.emplace(*options.scaler);
@@ -126,8 +134,9 @@ DistributedOptimizerCore::DistributedOptimizerCore(const Modules& chunks, ParamG
                                                    const DistributedOptimizerOptions& options)
     : ShardedOptimizerCore(complete(chunks, std::move(groups), options), std::move(defaults), make,
                            make_state(chunks, cut, group, options)),
-      reduction_(std::make_unique<Reduction>(
-          Reduction{.modules = chunks, .options = options, .ignored = ignored_by_chunk(chunks, options.ignored)})) {
+      reduction_(std::make_unique<Reduction>(Reduction{.modules = chunks,
+                                                       .options = with_hook_in_use(chunks, options),
+                                                       .ignored = ignored_by_chunk(chunks, options.ignored)})) {
   connect_chunks();
 }
 

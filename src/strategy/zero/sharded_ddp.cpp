@@ -8,6 +8,7 @@
 #include <map>
 
 #include "engine/buckets/small_buckets.h"
+#include "engine/hooks/hook_use.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
@@ -147,6 +148,8 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
       }()),
       sharding_(std::make_shared<Sharding>(
           Sharding{.optimizers = optimizers, .options = options, .groups = groups_of(optimizers, group)})) {
+  auto& hook = sharding_->options.communication_hook;
+  hook = in_use_by(state().name, *state().module, hook);
   sharding_->take(sharding_->groups);
   state().adopts_buffers = options.broadcast_buffers;
   state().buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);

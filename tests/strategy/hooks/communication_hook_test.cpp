@@ -1,6 +1,7 @@
 // Communication hooks under every strategy that accepts one (DDP11, FSDP14).
 
 #include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
@@ -11,6 +12,7 @@
 #include "shoal/hooks.h"
 #include "shoal/join.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
@@ -291,6 +293,37 @@ TEST_P(Hooks, BEY02_with_a_hook_ranks_may_use_other_parameters_or_have_no_batch)
     training.step();
     training.zero_grad();
     ASSERT_LT(difference(copies(*training.model), reference->parameters()), 1e-12) << "step " << step;
+  }
+}
+
+// Residuals are stored by parameter name, which other models have, too.
+TEST_P(Hooks, FSDP14_a_hook_with_memory_serves_one_wrapper_at_a_time) {
+  const auto refused = [&](const std::shared_ptr<CommunicationHook>& hook) {
+    return test::refusal([&] { make(GetParam(), hook); });
+  };
+  const auto hook = std::make_shared<TopKHook>();
+  {
+    const auto training = make(GetParam(), hook);
+    EXPECT_THAT(refused(hook),
+                testing::AllOf(testing::HasSubstr("hook topk, fraction 0.01, error feedback true is in use"),
+                               testing::HasSubstr("make one for each")));
+    if (GetParam() == "ddp") {
+      EXPECT_NO_THROW(make("ddp", hook, group(), training.model)) << "while the first one is replaced";
+    }
+  }
+  EXPECT_NO_THROW(make(GetParam(), hook)) << "the first one is gone";
+  const auto training = make(GetParam(), hook);
+  if (GetParam() == "ddp" || GetParam() == "zero1" || GetParam() == "fsdp_no_shard") {
+    EXPECT_THAT(refused(std::make_shared<PowerSgdHook>(PowerSgdOptions(), hook)), testing::HasSubstr("hook topk"))
+        << "carrier";
+    EXPECT_THAT(refused(std::make_shared<PostLocalSgdHook>(group(), 0, hook)), testing::HasSubstr("hook topk"))
+        << "carrier";
+  }
+  for (const std::shared_ptr<CommunicationHook>& stateless :
+       {std::shared_ptr<CommunicationHook>(std::make_shared<CompressHook>(at::kBFloat16)),
+        std::shared_ptr<CommunicationHook>(std::make_shared<QuantizeHook>(QuantizeOptions{.error_feedback = false}))}) {
+    const auto first = make(GetParam(), stateless);
+    EXPECT_NO_THROW(make(GetParam(), stateless)) << stateless->name();
   }
 }
 
