@@ -270,9 +270,9 @@ class PowerSgdHook : public CommunicationHook {
 // subgroups. Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020). Both
 // reductions go through `carrier`. Supports SumFor::everybody only.
 //
-// Not for OSS, unless `local` is all ranks: it updates each parameter on one rank for all, by the gradients of that rank's
-// subgroup alone. Under the hybrid strategies of FullyShardedDataParallel, `local` has to lie within the ranks that have
-// the same shard.
+// Not for OSS, whose step throws UsageError, unless `local` is all ranks: it updates each parameter on one rank for all, by
+// the gradients of that rank's subgroup alone. Under the hybrid strategies of FullyShardedDataParallel, `local` has to lie
+// within the ranks that have the same shard.
 //
 // With weights, the gradient of a subgroup is divided by the mean weight of all subgroups, so that the average over
 // subgroups is the exact weighted mean over all ranks.

@@ -92,7 +92,6 @@ class CommunicationHook:
         """Name with all settings that must be equal on all ranks."""
     def state(self) -> dict[str, torch.Tensor]:
         """What is carried from step to step, by name; of this rank."""
-    def sums_over_all(self, group: Group) -> bool: ...
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Restores it. Call it on all ranks before the first step."""
 

@@ -23,11 +23,9 @@ _WRITTEN_HERE = "agreement on parameters loaded or written, or gradients by hand
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
-def _wrappers_of(
-    parameters: Iterable[torch.Tensor], among: Iterable[DistributedDataParallel] = _wrappers
-) -> list[DistributedDataParallel]:
+def _wrappers_of(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
     wanted = {id(parameter) for parameter in parameters}
-    return [model for model in among if any(id(parameter) in wanted for _, parameter in model._watched)]
+    return [model for model in _wrappers if any(id(parameter) in wanted for _, parameter in model._watched)]
 
 
 def note_equal_values(parameters: Iterable[torch.Tensor]) -> None:
@@ -35,12 +33,6 @@ def note_equal_values(parameters: Iterable[torch.Tensor]) -> None:
     count it as written, and a comparison needs all ranks."""
     for model in _wrappers_of(parameters):
         model._equal = True
-
-
-def trains_apart(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether groups of ranks have gradients, and between averages parameters, of their own."""
-    apart = [model for model in _wrappers if model._apart]
-    return bool(apart and _wrappers_of(parameters, apart))
 
 
 def compare_in_forward(parameters: Iterable[torch.Tensor]) -> None:
@@ -90,8 +82,6 @@ class DistributedDataParallel(Wrapper):
         super().__init__(module, mirror, _C.DistributedDataParallelCore(mirror, group, options), ignored)
         self._watched = [one for one in module.named_parameters() if id(one[1]) not in ignored]
         self._loads = Loads(module, (parameter for _, parameter in self._watched))
-        hook = options.get("communication_hook")
-        self._apart = isinstance(hook, _C.CommunicationHook) and not hook.sums_over_all(group)
         self._equal = False  # an optimizer of shoal has written values since
         self._first = True  # no forward has trained yet
         self._regrouped(group)

@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from ..distributed import group_of
 from ..nn._torch_options import ZERO, without_torch_options
-from ..nn.ddp import note_equal_values, trains_apart
+from ..nn.ddp import note_equal_values
 from ._recipe import OptimizerClass, param_groups_of, recipe_of
 from ._sharded import ShardedOptimizer
 
@@ -42,11 +42,6 @@ class OSS(ShardedOptimizer):
         super().__init__(recipe, _C.OSSCore(*recipe.core_arguments(), group, options), group)
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        if trains_apart(self._parameters()):
-            raise _C.UsageError(
-                "OSS updates each parameter on one rank for all, and the model's DistributedDataParallel has a post_local_sgd_hook, "
-                "by which groups of ranks train their own: use an optimizer of torch.optim, or all ranks as its `local`"
-            )
         loss = super()._update(closure)
         note_equal_values(self._parameters())
         return loss

@@ -57,7 +57,6 @@ Hook hook_of(const py::object& hook) {
 void bind_hooks(py::module_& module) {
   py::class_<CommunicationHook, Hook>(module, "CommunicationHook", "A reduction of gradients; see shoal.hooks.")
       .def_property_readonly("name", &CommunicationHook::name)
-      .def("sums_over_all", &CommunicationHook::sums_over_all)
       .def("state", &CommunicationHook::state, "What is carried from step to step, by name; of this rank.")
       .def("load_state", &CommunicationHook::load_state, "Restores it. Call it on all ranks before the first step.")
       .def("__repr__", [](const CommunicationHook& hook) { return "<shoal.hooks: " + hook.name() + ">"; })

@@ -63,7 +63,7 @@ BackwardTracker::BackwardTracker(const std::vector<Gradient>& gradients, const O
     : gradients_(gradients),
       options_(options),
       listener_(listener),
-      turns_(std::in_place, parameters_of(gradients), options.open),
+      turns_(std::in_place, parameters_of(gradients), options.open, options.apart),
       passing_(gradients.size()),
       hooks_(
           std::in_place, parameters_of(gradients), [this](size_t gradient) { arrived(gradient); },

@@ -42,7 +42,8 @@ class BackwardTracker {
   struct Options {
     bool find_unused_parameters = false;
     bool static_graph = false;
-    bool open = false;  // see ForwardTurns
+    bool open = false;   // see ForwardTurns
+    bool apart = false;  // see ForwardTurns
     // Where a recomputed block computes a gradient again, a step ends before it, and another begins. False: it is counted again.
     bool splits = false;
   };

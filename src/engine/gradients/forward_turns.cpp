@@ -23,8 +23,8 @@ Table& table() {
 
 }  // namespace
 
-ForwardTurns::ForwardTurns(std::vector<at::Tensor> parameters, bool open)
-    : parameters_(std::move(parameters)), open_(open) {
+ForwardTurns::ForwardTurns(std::vector<at::Tensor> parameters, bool open, bool apart)
+    : parameters_(std::move(parameters)), open_(open), apart_(apart) {
   const std::lock_guard lock(table().mutex);
   for (const auto& parameter : parameters_) {
     auto& users = table().users[parameter.unsafeGetTensorImpl()];
@@ -70,12 +70,19 @@ bool ForwardTurns::are_shared(const at::Tensor& parameter) {
   return entry != table().users.end() && entry->second.size() > 1;
 }
 
-bool ForwardTurns::are_taken(const at::Tensor& parameter, bool open) {
+template <class Which>
+bool ForwardTurns::is_any(const at::Tensor& parameter, const Which& which) {
   const std::lock_guard lock(table().mutex);
   const auto entry = table().users.find(parameter.unsafeGetTensorImpl());
-  if (entry == table().users.end()) return false;
-  return !open ||
-         std::any_of(entry->second.begin(), entry->second.end(), [](const auto* user) { return !user->open_; });
+  return entry != table().users.end() && std::any_of(entry->second.begin(), entry->second.end(), which);
+}
+
+bool ForwardTurns::are_taken(const at::Tensor& parameter, bool open) {
+  return is_any(parameter, [open](const auto* user) { return !open || !user->open_; });
+}
+
+bool ForwardTurns::are_apart(const at::Tensor& parameter) {
+  return is_any(parameter, [](const auto* user) { return user->apart_; });
 }
 
 }  // namespace shoal

@@ -53,6 +53,7 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
                {.find_unused_parameters = options.find_unused_parameters,
                 .static_graph = options.static_graph,
                 .open = reduction_->plan().everywhere() && !options.consumer,
+                .apart = reduction_->hook() != nullptr && !reduction_->hook()->sums_over_all(group_),
                 .splits = (options.find_unused_parameters || options.accept_unused) && !options.static_graph &&
                           !options.consumer},
                *this) {

@@ -25,6 +25,13 @@ OSSCore::State::~State() {
 }
 
 void OSSCore::State::require_wrapper() const {
+  if (std::any_of(shares.parameters.begin(), shares.parameters.end(), ForwardTurns::are_apart)) {
+    throw UsageError(
+        "OSS updates each parameter on one rank for all, and the model's DistributedDataParallel has a "
+        "PostLocalSgdHook "
+        "(in Python a post_local_sgd_hook), by which groups of ranks train their own: use an optimizer of torch.optim, "
+        "or all ranks as the hook's `local`");
+  }
   if (!wrapper || wrapper->steps || wrapper->reduced > wrapper->updated) return;
   const auto reduced = [](const at::Tensor& parameter) { return ForwardTurns::are_taken(parameter, /*open=*/false); };
   if (std::any_of(shares.parameters.begin(), shares.parameters.end(), reduced)) return;  // by another wrapper

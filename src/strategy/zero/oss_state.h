@@ -148,7 +148,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   // By buffer, whether this rank's update may have changed it; updated: there was one.
   std::vector<int> changed_buffers(bool updated) const;
   void begin_outdated();
-  // UsageError if gradients come from no wrapper any more.
+  // UsageError if gradients come from no wrapper any more, or from one by which groups of ranks train apart.
   void require_wrapper() const;
   // Before values of parameters that have other memory (set_data) are adopted.
   void separate_replaced() const;

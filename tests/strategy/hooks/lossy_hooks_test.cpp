@@ -1,5 +1,6 @@
 // Top-k, 8 bits and post-local SGD (DDP11), compared with calculations by hand.
 
+#include <gmock/gmock.h>
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
@@ -12,6 +13,7 @@
 #include "shoal/error.h"
 #include "shoal/hooks.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
@@ -311,6 +313,21 @@ TEST(PostLocalSgd, BEY04_weights_hold_over_all_groups) {
     weights += 1 + rank;
   }
   EXPECT_LT(difference(copies(*training.model), {-sum / weights}), 1e-12);
+}
+
+TEST(PostLocalSgd, DDP11_an_optimizer_that_updates_on_one_rank_for_all_is_refused) {
+  const auto alone = std::make_shared<PostLocalSgdHook>(group().subgroup({group().rank()}), 0);
+  const auto step = [](const Hook& hook) {
+    auto training = make("zero1", hook);
+    mean_loss(training.forward(batch(group().rank(), 0))).backward();
+    training.step();
+  };
+  if (group().size() > 1) {
+    EXPECT_THAT(test::refusal([&] { step(alone); }), testing::HasSubstr("has a PostLocalSgdHook"));
+    EXPECT_THAT(test::refusal([&] { step(std::make_shared<PowerSgdHook>(PowerSgdOptions(), alone)); }),
+                testing::HasSubstr("has a PostLocalSgdHook"));
+  }
+  EXPECT_NO_THROW(step(std::make_shared<PostLocalSgdHook>(group(), 0)));
 }
 
 // As the carrier of a hook that leaves some buckets out.
