@@ -68,7 +68,11 @@ def doctor() -> int:
     print(f"shoal {_version.version}, built for torch {_version.torch}; installed torch {torch.__version__}")
     print(f"python {sys.version.split()[0]}, {sys.executable}")
     print(f"package {_installed()}")
-    print(f"processors {len(os.sched_getaffinity(0))}, free shared memory {shutil.disk_usage('/dev/shm').free >> 20} MiB")
+    try:
+        shared = f"{shutil.disk_usage('/dev/shm').free >> 20} MiB"
+    except OSError:
+        shared = "no /dev/shm, which shoal does not need"
+    print(f"processors {len(os.sched_getaffinity(0))}, free shared memory {shared}")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []

@@ -136,7 +136,8 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **options: 
         yield dist.HashStore(), 0, 1
         return
     rank, size, address, port, source = _C.find_place()
-    if source == "RANK and WORLD_SIZE":
+    by_env = source == "RANK and WORLD_SIZE" and (size > 1 or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys())
+    if by_env:
         yield from dist.rendezvous("env://", timeout=timeout, **options)
     elif size == 1:
         yield dist.HashStore(), 0, 1

@@ -56,6 +56,13 @@ def notebook_launcher(function: Callable[..., Result], args: Sequence[Any] = (),
     return [rank.result for rank in ranks]
 
 
+def _signal_in_words(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
+
+
 class _Rank:
     """One rank's process."""
 
@@ -86,7 +93,7 @@ class _Rank:
         except (EOFError, OSError):  # the second, if it ended while it wrote
             self._process.join()
             code = self._process.exitcode or 0
-            self.error = f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+            self.error = f"was ended by {_signal_in_words(-code)}" if code < 0 else f"ended with exit code {code}"
         self.ended = time.monotonic()
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,16 @@ def test_PY08_a_notebook_makes_its_group_again_and_again(monkeypatch):
         dist.destroy_process_group()
 
 
+def test_PY08_one_rank_needs_no_address(monkeypatch):
+    for key in [key for key in os.environ if key.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("shoal", init_method="shoal://")
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()
+
+
 def trains_in_a_notebook(scale):
     dist.init_process_group("shoal")
     torch.manual_seed(0)
@@ -174,6 +185,7 @@ def fails_in_a_notebook(how):
         (lambda: 1 // 0, "rank 1 of 2 raised:.*ZeroDivisionError"),
         (lambda: os.kill(os.getpid(), 9), "rank 1 of 2 was ended by signal 9 .SIGKILL."),
         (lambda: os._exit(3), "rank 1 of 2 ended with exit code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGRTMIN + 6), f"rank 1 of 2 was ended by signal {signal.SIGRTMIN + 6}"),
     ],
 )
 def test_PY08_a_notebook_is_told_which_rank_failed_and_none_is_left(how, told):
@@ -203,6 +215,17 @@ def test_PY08_doctor():
     said = run_forked("-m", "shoal", "doctor")
     assert "two ranks on this host communicate over: host" in said
     assert f"installed torch {torch.__version__}" in said
+
+
+def test_PY08_doctor_needs_no_shared_memory_to_be_mounted(monkeypatch, capsys):
+    def absent(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(commands.shutil, "disk_usage", absent)
+    monkeypatch.setattr(commands, "_rank", lambda rank, store, pipe: pipe.send("well"))
+    monkeypatch.setattr(commands, "_program", lambda: "true")
+    assert commands.doctor() == 0
+    assert "no /dev/shm" in capsys.readouterr().out
 
 
 def test_PY08_doctor_tells_what_does_not_work(monkeypatch, capsys):
