@@ -41,7 +41,7 @@ class [[nodiscard]] Work {
   bool wait_for(std::chrono::milliseconds limit);
 
   // True if wait() would return or throw at once: the operation has finished or failed, its timeout (from the first
-  // call of done() or wait()) is over, or a rank that it needs has been gone for 5 s.
+  // call of done()) is over, or a rank that it needs has been gone for 5 s.
   bool done();
 
   // Rank of the group that has sent the message. For a finished receive from any_source.

@@ -163,8 +163,8 @@ FolderLock::FolderLock(const fs::path& root) {
     const auto holder = read_text(path, longest, refuse_as<CheckpointError>);
     if (holder == self()) {
       throw CheckpointError(
-          fmt::format("another training of this process is saving to {}: give each its own folder, or "
-                      "wait() for the other one's save",
+          fmt::format("another training of this process is saving to {}: give each its own folder, or wait() for the "
+                      "other one's save",
                       root.string()));
     }
     throw CheckpointError(fmt::format("another job is saving to {}{}; give each job its own folder", root.string(),

@@ -75,9 +75,8 @@ Elastic::State::~State() {
 void Elastic::State::require_supported() const {
   if (options.keep_global_batch > 0 && !parts->takes_shares()) {
     throw UsageError(
-        "Elastic: keep_global_batch is for a mean of gradients over all ranks; each rank of LocalUpdates, and each "
-        "host of "
-        "ShardGossipOptimizer, updates with its own: leave the option out");
+        "Elastic: keep_global_batch needs gradients that are averaged over all ranks; with LocalUpdates each rank, and "
+        "with ShardGossipOptimizer each host, updates with its own: leave the option out");
   }
   if (2 * options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
     throw UsageError(
@@ -233,8 +232,7 @@ size_t Elastic::first_epoch() const {
     state_->generations->resign();
     throw UsageError(
         "Elastic: first_epoch() in a newcomer needs a sampler, by which the job counts epochs: pass it to the "
-        "constructor, "
-        "or count by steps()");
+        "constructor, or count by steps()");
   }
   return state_->first_epoch;
 }

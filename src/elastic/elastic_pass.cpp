@@ -48,8 +48,8 @@ void Elastic::State::require_one_pass(const std::vector<double>& most) {
   ready = Ready::no;
   if (!same_pass) {
     throw UsageError(fmt::format(
-        "Elastic: ranks are in passes {} to {} through their samples, and this one is in pass {}: do all ranks call "
-        "step() equally often in each pass, and in_epoch() alike?",
+        "Elastic: ranks are in passes {} to {} through their samples, and this one is in pass {}: call step() equally "
+        "often in each pass, and in_epoch() alike, on all ranks",
         -most[1], most[0], pass));
   }
   throw UsageError(fmt::format(

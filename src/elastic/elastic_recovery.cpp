@@ -115,9 +115,8 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const auto old = all.index({all.select(1, 2) == 0});
   if (old.size(0) == 0) {
     throw JobLost(
-        "all ranks that had the job's state have ended before they could give it to those that have joined: all shards "
-        "of "
-        "its parameters and their state are lost");
+        "all ranks that held the job's state ended before they could send it to the new ranks; the parameters and the "
+        "optimizer state are lost");
   }
   most_ended = old.select(1, 3).max().item<int64_t>();
   const auto furthest = old.select(1, 0).max().item<int64_t>();
@@ -137,8 +136,8 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const bool behind = changes < furthest;
   if (furthest - least > 1 || (behind && (ready == Ready::no || update == nullptr))) {
     throw JobLost(fmt::format(
-        "ranks have completed {} to {} steps and exchanges, and cannot be brought to one: do all ranks call "
-        "step() equally often?",
+        "ranks have completed {} to {} steps and exchanges, and have no state in common: call step() equally often on "
+        "all ranks",
         least, furthest));
   }
   if (behind || finishes) {

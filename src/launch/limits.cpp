@@ -30,8 +30,8 @@ void require_file_size(std::size_t bytes) {
   const auto limit = limit_of(RLIMIT_FSIZE);
   if (limit >= bytes) return;
   throw UsageError(
-      fmt::format("a file may have {} bytes here, and memory that ranks share has {} at least; raise the "
-                  "limit (ulimit -f), or use transport tcp",
+      fmt::format("a file may have {} bytes here, and memory that ranks share has {} at least; raise the limit (ulimit "
+                  "-f), or use transport tcp",
                   limit, bytes));
 }
 

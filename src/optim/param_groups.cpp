@@ -65,9 +65,9 @@ std::unique_ptr<torch::optim::Optimizer> make_local(
   if (dynamic_cast<const torch::optim::LBFGS*>(local.get()) != nullptr) {
     throw UsageError(
         name +
-        ": L-BFGS is not supported, because it needs all parameters on one rank and evaluates its closure "
-        "several times per step; use it with DistributedDataParallel, and return from the closure the mean "
-        "of the loss over ranks (world.all_reduce(loss, ReduceOp::avg)), so that all take the same steps");
+        ": L-BFGS is not supported, because it needs all parameters on one rank and evaluates its closure several "
+        "times per step; use it with DistributedDataParallel, and return from the closure the mean of the loss over "
+        "ranks (world.all_reduce(loss, ReduceOp::avg)), so that all take the same steps");
   }
   return local;
 }

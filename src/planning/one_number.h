@@ -21,8 +21,8 @@ inline void require_one_number(const std::string& of, const at::Tensor& loss) {
   }
   if (!loss.requires_grad()) {
     throw UsageError(
-        fmt::format("{}: the loss has no gradient; compute it from the module's output, without "
-                    "NoGradGuard and detach()",
+        fmt::format("{}: the loss has no gradient; compute it from the module's output, without NoGradGuard and "
+                    "detach()",
                     of));
   }
 }

@@ -73,8 +73,8 @@ int ranks_of(const std::vector<Place>& places, const char* which, const Group& e
   }
   if (found == size && size > 0) return size;
   throw UsageError(
-      fmt::format("replan: the group {} the change has {} ranks, of which {} are among the {} that call "
-                  "it; `everyone` must contain all of them",
+      fmt::format("replan: the group {} the change has {} ranks, of which {} are among the {} that call it; `everyone` "
+                  "must contain all of them",
                   which, size, found, everyone.size()));
 }
 
@@ -284,8 +284,8 @@ TrainingOptions options_for(const TrainingCore& core, const std::string& strateg
   const auto& chosen = find_strategy(strategy);
   if (options.schedule && !chosen.takes_schedule) {
     throw UsageError(
-        fmt::format("replan: strategy {} takes no schedule, and the training has one; give options "
-                    "without it, and make a schedule of optimizer() afterwards",
+        fmt::format("replan: strategy {} takes no schedule, and the training has one; give options without it, and "
+                    "make a schedule of optimizer() afterwards",
                     strategy));
   }
   if (chosen.name == core.strategy().name) return options;

@@ -52,8 +52,7 @@ c10::IValue plain(const py::handle& value, const std::string& name) {
     return c10::ivalue::Tuple::create(std::move(elements));
   }
   throw UsageError(
-      fmt::format("the optimizer's option {} is a {}; give a number, a boolean, a string, None or a tuple "
-                  "of them",
+      fmt::format("the optimizer's option {} is a {}; give a number, a boolean, a string, None or a tuple of them",
                   name, Py_TYPE(value.ptr())->tp_name));
 }
 

@@ -130,8 +130,8 @@ CheckpointReader open_checkpoint(const Group& group, const fs::path& path, bool 
     if (group.rank() != 0) return;
     if (std::error_code error; !fs::exists(path, error)) {
       throw CheckpointError(
-          fmt::format("{}: no such file or folder; load_latest(), and --resume latest of shoal train, "
-                      "begin anew where there is no checkpoint yet",
+          fmt::format("{}: no such file or folder; load_latest(), and --resume latest of shoal train, begin anew where "
+                      "there is no checkpoint yet",
                       path.string()));
     }
     found = find_checkpoint(path);

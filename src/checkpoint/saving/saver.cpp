@@ -57,8 +57,7 @@ CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
   if (world.join.number && !world.watch) {
     throw UsageError(
         "a newcomer saves a checkpoint before the elastic job has admitted it, which would replace the job's: save "
-        "after "
-        "the constructor of Elastic, in the loop");
+        "after the constructor of Elastic, in the loop");
   }
   agree(group, "checkpoint", {fmt::format("snapshot_mb {}", options.snapshot_mb)});
   state_ = std::make_unique<State>(group, std::move(root), options);

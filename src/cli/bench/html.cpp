@@ -176,11 +176,10 @@ std::string training_section(const Json& figures) {
     }
   }
   const auto& first = figures.front();
-  std::string html = fmt::format(
-      "<p class=\"note\">{} {}, {} ranks, {}, {}. All of a round's runs came one after the "
-      "other.</p>",
-      escaped(first["model"]), escaped(first["size"]), first["ranks"].get<int>(), escaped(first["dtype"]),
-      escaped(first["optimizer"]));
+  std::string html =
+      fmt::format("<p class=\"note\">{} {}, {} ranks, {}, {}. All of a round's runs came one after the other.</p>",
+                  escaped(first["model"]), escaped(first["size"]), first["ranks"].get<int>(), escaped(first["dtype"]),
+                  escaped(first["optimizer"]));
   html += "<h2>Step time</h2><p class=\"note\">Medians. Peers in Python do not say how their step divides.</p>" +
           bar_plot("Step time", "ms",
                    {{"compute", 0}, {"waiting for communication", 1}, {"update", 2}, {"other", undivided}}, times);

@@ -22,8 +22,7 @@ void add_completion_command(CLI::App& app, Action& chosen) {
   const auto options = std::make_shared<Options>();
   command->add_option("shell", options->shell, "bash or zsh")->required()->check(CLI::IsMember({"bash", "zsh"}));
   command->add_option("--json", options->json,
-                      "write commands, options and values as JSON to this file instead; - is "
-                      "standard output");
+                      "write commands, options and values as JSON to this file instead; - is standard output");
   command->callback([&app, options, &chosen] {
     chosen = [&app, options] {
       const auto commands = completed_commands(app);

@@ -284,8 +284,7 @@ void add_plan_command(CLI::App& app, Action& chosen) {
       ->add_flag(
           "--elastic", options->elastic,
           "of an elastic job: under zero1, zero2, megatron and fsdp on several hosts, each shard has a second owner on "
-          "another "
-          "one")
+          "another one")
       ->excludes(number);
   command->add_option("--strategy", options->strategy, fmt::format("strategy: {}", fmt::join(plannable(), ", ")))
       ->capture_default_str();

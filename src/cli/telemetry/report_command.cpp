@@ -19,8 +19,7 @@ void add_report_command(CLI::App& app, Action& chosen) {
   auto* command = app.add_subcommand("report", "write an HTML page with the curves of one or several runs");
   command->footer(
       "Reads what shoal train --metrics FILE writes, and other programs' files of one JSON object per line with a "
-      "step. "
-      "The page needs no network and no script. Example: shoal report runs/a runs/b -o report.html");
+      "step. The page needs no network and no script. Example: shoal report runs/a runs/b -o report.html");
   struct Options {
     std::vector<std::string> places;
     std::string output = "report.html";

@@ -62,9 +62,8 @@ void add_top_command(CLI::App& app, Action& chosen) {
   auto* command = app.add_subcommand("top", "show a run live: step, loss, rate, times, ranks, and which rank is late");
   command->footer(
       "Reads what shoal train --metrics PLACE/metrics.jsonl --flight-recorder PLACE writes, while it runs or "
-      "afterwards. "
-      "Late: how many milliseconds after the first rank this one enters an operation, on average over the last ones. "
-      "Ctrl-C ends it.");
+      "afterwards. Late: how many milliseconds after the first rank this one enters an operation, on average over the "
+      "last ones. Ctrl-C ends it.");
   const auto options = std::make_shared<TopOptions>();
   command->add_option("place", options->place, "folder of the run, or one of its files")->required();
   command->add_option("--interval", options->interval, "seconds between two looks")->capture_default_str();

@@ -60,10 +60,8 @@ void check_course(const TrainOptions& options) {
     const auto under = options.under(name);
     in_words_of_the_command_line([&] { under.values(); });
     if (find_strategy(name).pace == Pace::common) continue;
-    throw UsageError(
-        fmt::format("--replan: ranks of {} do not make every step together; it is for strategies whose "
-                    "ranks do",
-                    name));
+    throw UsageError(fmt::format(
+        "--replan: ranks of {} do not make every step together; it is for strategies whose ranks do", name));
   }
 }
 

@@ -138,8 +138,8 @@ void add_checkpoint_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--keep-last", options.keep_last, "keep the newest N checkpoints (default: all)");
   command.add_option(
       "--resume", options.resume,
-      "resume from a checkpoint or the latest in a folder; latest: the latest in --save DIR, or step 0 if "
-      "it has none yet");
+      "resume from a checkpoint or the latest in a folder; latest: the latest in --save DIR, or step 0 if it has none "
+      "yet");
   command.add_flag("--partial", options.partial,
                    "--resume loads only the parameters and buffers that the checkpoint has, and training begins at "
                    "step 0: for fine-tuning");
@@ -149,8 +149,7 @@ void add_output_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--trace", options.trace, "folder for Chrome traces, rank-N.json; see shoal trace merge");
   command.add_option("--flight-recorder", options.flight_recorder,
                      "folder for the flight recorders, which keep each rank's last collectives; see shoal flight and "
-                     "shoal top (default: "
-                     "SHOAL_FLIGHT_RECORDER)");
+                     "shoal top (default: SHOAL_FLIGHT_RECORDER)");
   command.add_option("--metrics", options.metrics,
                      "write a line of JSON to this file after every step and evaluation, behind those of the run that "
                      "--resume goes on from; loss and times are those of rank 0; see shoal top and shoal report");

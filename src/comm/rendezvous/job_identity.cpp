@@ -33,8 +33,8 @@ JobIdentity::JobIdentity(std::string name, std::string secret) : name_(std::move
   prepare_openssl();
   if (has_secret() && secret_.size() < least_secret) {
     throw UsageError(
-        fmt::format("SHOAL_SECRET has {} characters and could be guessed: give at least {} random ones, "
-                    "for example of openssl rand -hex 32",
+        fmt::format("SHOAL_SECRET has {} characters and could be guessed: give at least {} random ones, for example of "
+                    "openssl rand -hex 32",
                     secret_.size(), least_secret));
   }
 }

@@ -181,8 +181,8 @@ class Connecting {
       const auto address = place.substr(0, place.find(' '));
       if (!address.starts_with("127.") && !address.starts_with("::1:")) continue;
       return fmt::format(
-          "; rank {} listens at {}, which other hosts do not reach: set MASTER_ADDR to a number, or to a "
-          "name that is not a loopback address on any host",
+          "; rank {} listens at {}, which other hosts do not reach: set MASTER_ADDR to a number, or to a name that is "
+          "not a loopback address on any host",
           world_ranks_[one], address);
     }
     return "";

@@ -58,9 +58,9 @@ class ByDevice : public Transport {
       const auto [other, is_first] = ranks.emplace(addresses[rank], rank);
       if (is_first) continue;
       throw UsageError(fmt::format(
-          "{}: ranks {} and {} have their tensors on one GPU, {}; NCCL needs a GPU of its own for each rank: "
-          "move each rank's module to the device (CUDA, world.local_rank()), or use transport host or tcp, "
-          "by which ranks may share a GPU",
+          "{}: ranks {} and {} have their tensors on one GPU, {}; NCCL needs a GPU of its own for each rank: move each "
+          "rank's module to the device (CUDA, world.local_rank()), or use transport host or tcp, by which ranks may "
+          "share a GPU",
           call.describe(), other->second, rank, addresses[rank]));
     }
     address_ = device_side_.address(call);

@@ -210,8 +210,7 @@ void TrainingLoader::check_trained() const {
                                    : "make trainable what was trained there (requires_grad, and among the optimizer's "
                                      "parameters) before this training is constructed, or ";
   throw UsageError(
-      fmt::format("{}: its optimizer state is for other parameters: {}; {}set model_only to load the "
-                  "model alone",
+      fmt::format("{}: its optimizer state is for other parameters: {}; {}set model_only to load the model alone",
                   reader_.name(), text, thaw));
 }
 

@@ -162,8 +162,7 @@ void BackwardTracker::require_own_forward() const {
   if (!passed_by_ || passed_by_->first != torch::autograd::get_current_graph_task_id()) return;
   throw UsageError(
       fmt::format("parameter {} is in two wrappers, and a backward goes through the module of one that has run no "
-                  "forward since the other's: "
-                  "call the forward of the wrapper, not of its module",
+                  "forward since the other's: call the forward of the wrapper, not of its module",
                   gradients_[passed_by_->second].name));
 }
 

@@ -70,9 +70,9 @@ void ShownGradients::end_graphs(const std::vector<Gradient>& gradients) {
   for (const auto& gradient : gradients) all.push_back(gradient.parameter);
   const at::AutoGradMode on(true);
   torch::autograd::DelayedError refuses(
-      "what backward() with create_graph has left in grad() is a mean over ranks and has no graph: "
-      "compute what depends on gradients from torch::autograd::grad (torch.autograd.grad) with "
-      "create_graph, and call backward() once for the whole loss",
+      "what backward() with create_graph has left in grad() is a mean over ranks and has no graph: compute what "
+      "depends on gradients from torch::autograd::grad (torch.autograd.grad) with create_graph, and call backward() "
+      "once for the whole loss",
       static_cast<int64_t>(all.size()));
   const auto refusing = refuses.apply(std::move(all));
   for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = refusing[i];

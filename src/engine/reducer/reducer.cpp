@@ -20,8 +20,8 @@ std::vector<Gradient> checked(std::vector<Gradient> gradients) {
   for (const auto& gradient : gradients) {
     if (gradient.parameter.is_complex()) {
       throw UsageError(
-          fmt::format("parameter {} is complex: no transport reduces complex numbers; hold it as a real "
-                      "tensor with a last dimension of 2 (view_as_real)",
+          fmt::format("parameter {} is complex: no transport reduces complex numbers; hold it as a real tensor with a "
+                      "last dimension of 2 (view_as_real)",
                       gradient.name));
     }
   }

@@ -22,9 +22,8 @@ void Reducer::check_last_step() {
   throw UsageError(fmt::format(
       "no rank computed a gradient for {} in the last step. If one forward has several backwards (of different "
       "outputs), call all but the last under no_sync(), or set find_unused_parameters; else use these parameters in "
-      "the loss, freeze them "
-      "(requires_grad_(false)) or ignore them, or set find_unused_parameters. In C++, a parameter whose member was "
-      "assigned (b->weight = a->weight) stays registered, and is not used",
+      "the loss, freeze them (requires_grad_(false)) or ignore them, or set find_unused_parameters. In C++, a "
+      "parameter whose member was assigned (b->weight = a->weight) stays registered, and is not used",
       fmt::join(names, ", ")));
 }
 

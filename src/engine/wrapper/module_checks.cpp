@@ -88,8 +88,7 @@ void require_separate_memory(const std::vector<NamedTensor>& parameters, const s
           "{}: {} and {} are two tensors on the same memory, but parameters get other memory, and one of the two would "
           "be left behind: use one tensor in both places (in Python b.weight = a.weight; in C++ "
           "register_parameter(\"weight\", a->weight) in a module of your own, since a torch::nn module keeps the "
-          "tensor "
-          "that it has registered when its member weight is assigned), or copy it (clone())",
+          "tensor that it has registered when its member weight is assigned), or copy it (clone())",
           wrapper, other->name, entry.name));
     }
     if (add) others.push_back(&entry);
@@ -103,9 +102,8 @@ void require_constant_in_forward(const ModuleTensors& tensors, const std::string
     if (!entry.changes_in_forward) continue;
     throw UsageError(
         fmt::format("{}: {} is of an embedding with max_norm, whose forward changes the rows that this rank looks up, "
-                    "so that ranks "
-                    "would no longer hold the same parameters: leave max_norm out, and after each step() call "
-                    "weight.data().renorm_(2, 0, max_norm) on all ranks",
+                    "so that ranks would no longer hold the same parameters: leave max_norm out, and after each step() "
+                    "call weight.data().renorm_(2, 0, max_norm) on all ranks",
                     wrapper, entry.name));
   }
 }

@@ -91,8 +91,7 @@ void FullyShardedSource::require_own_values() const {
   if (!shards_.hold && std::none_of(within.begin(), within.end(), held)) return;
   throw UsageError(
       "FullyShardedDataParallel: a checkpoint within summon_full_params(): save and load outside of it; save_module() "
-      "within "
-      "it writes the module alone");
+      "within it writes the module alone");
 }
 
 void FullyShardedSource::end_load(const CarriedStates& past) {

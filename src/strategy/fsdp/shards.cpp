@@ -33,8 +33,7 @@ ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallel
   if (!made.equal && options.communication_hook) {
     throw UsageError(
         "FullyShardedDataParallel: a communication_hook needs equally many ranks on each host, as those that own the "
-        "same shards "
-        "call it: start the same number on each, or set shard_size");
+        "same shards call it: start the same number on each, or set shard_size");
   }
   return made;
 }

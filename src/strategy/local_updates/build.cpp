@@ -90,8 +90,8 @@ void check_parameters(const torch::nn::Module& module, const std::vector<NamedTe
     }
     if (optimized.count(entry.tensor.unsafeGetTensorImpl()) > 0) continue;
     faults.push_back(
-        fmt::format("the optimizer does not have parameter {}: give it to the optimizer, freeze it, or "
-                    "name it in `ignored`",
+        fmt::format("the optimizer does not have parameter {}: give it to the optimizer, freeze it, or name it in "
+                    "`ignored`",
                     entry.name));
   }
   for (const auto& parameter : module.parameters()) optimized.erase(parameter.unsafeGetTensorImpl());

@@ -37,8 +37,7 @@ class LocalUpdatesSource : public CheckpointSource {
     if (state_.means_shown == 0) return;
     throw UsageError(
         "LocalUpdates: a checkpoint within a scope of mean_parameters(), whose parameters are the mean over ranks and "
-        "go "
-        "back to this rank's own at its end: save and load outside of the scope. A checkpoint has the mean, too; "
+        "go back to this rank's own at its end: save and load outside of the scope. A checkpoint has the mean, too; "
         "save_module() within the scope writes it alone");
   }
 

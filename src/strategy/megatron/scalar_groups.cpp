@@ -29,8 +29,8 @@ void require_own_replica(const Group& data_parallel, const Group& model_parallel
   if (common == 1) return;
   throw UsageError(
       fmt::format("DistributedOptimizer: model_parallel_group has {} of the {} data-parallel ranks; with "
-                  "shard_within_host give the "
-                  "ranks that hold one replica of the model, of which this is the only one among them",
+                  "shard_within_host give the ranks that hold one replica of the model, of which this is the only one "
+                  "among them",
                   common, data_parallel.size()));
 }
 

@@ -289,9 +289,9 @@ void ShardedDataParallelCore::share() {
       std::move(gradients),
       {.find_unused_parameters = options.find_unused_parameters,
        .about_sums =
-           "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
-           "clip_grad_norm() of OSS, unscale it by OSS's step(scaler) (in Python with shoal.amp.GradScaler), read it "
-           "on that rank, drop it with zero_grad(), update with OSS",
+           "which ShardedDataParallel has reduced to its owner's rank only: clip with the clip_grad_norm() of OSS, "
+           "unscale it by OSS's step(scaler) (in Python with shoal.amp.GradScaler), read it on that rank, drop it with "
+           "zero_grad(), update with OSS",
        .about_repeats = "call this backward under no_sync(), and reduce() after it",
        .limits = bucket_limits(small)},
       std::move(reduction));
