@@ -34,9 +34,9 @@ struct RankMemory {
   int64_t gradients = 0;  // at the end of a step
   int64_t state = 0;      // of the optimizer, including float32 main copies
   int64_t buffers = 0;
-  int64_t second = 0;  // of shards that the rank owns a second time, with PlanOptions::elastic
+  int64_t second_owner_bytes = 0;  // of shards whose second owner the rank is, with PlanOptions::elastic
 
-  int64_t total() const { return parameters + gradients + state + buffers + second; }
+  int64_t total() const { return parameters + gradients + state + buffers + second_owner_bytes; }
 };
 
 struct StrategyPlan {

@@ -35,8 +35,8 @@ struct StrategyOption {
   std::string default_value{};
   std::string help{};
   std::vector<std::string> choices{};  // of a text; empty: any text is valid
-  std::optional<double> least{};       // minimum of an integer or a number
-  std::string alone{};                 // meaning of the option without a value; empty: it needs a value
+  std::optional<double> minimum{};     // of an integer or a number
+  std::string implicit_value{};        // of the option without a value; empty: it needs a value
 };
 
 // Values by name of the option.
@@ -117,12 +117,12 @@ struct TrainingParts {
   OptionValues values;
 };
 
-// Pace of ranks: which of them make steps together.
-enum class Pace {
-  common,  // all ranks make every step together, and end together
-  own,     // each rank makes its own steps, mixes with a few others, and continues without those that end
-  alone,   // ranks train independently
-  single,  // there is only one rank
+// How the ranks' steps go together.
+enum class Synchronization {
+  lockstep,      // all ranks make every step together, and end together
+  asynchronous,  // each rank makes its own steps, mixes with a few others, and continues without those that end
+  independent,   // ranks train independently
+  single_rank,   // there is only one rank
 };
 
 // Strategy of the registry.
@@ -130,7 +130,7 @@ struct Strategy {
   std::string name;
   std::string help;  // a few words
   std::vector<StrategyOption> options{};
-  Pace pace = Pace::common;
+  Synchronization synchronization = Synchronization::lockstep;
   bool main_copies = false;   // updates float32 copies of 16-bit parameters
   bool logging_data = false;  // TrainingCore::logging_data() returns a report
   // What it does with TrainingOptions; make_training() refuses the options that a strategy does not take.

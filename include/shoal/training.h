@@ -62,7 +62,7 @@ class TrainingCore : public ElasticTraining {
   // Call after an exception in a step; see DataParallelCore::abandon_step.
   virtual void abandon_step() {}
   // Abandons a step that has failed on this rank, if there is one. Collective with the other ranks' step.
-  virtual void settle() {}
+  virtual void abandon_failed_step() {}
   // For Join.
   virtual Joinable& joinable();
 
@@ -90,11 +90,11 @@ class TrainingCore : public ElasticTraining {
   virtual bool has_whole_model() const { return true; }
 
   // Ranks that make every step together; none: all.
-  virtual std::optional<Group> bound() const { return std::nullopt; }
+  virtual std::optional<Group> lockstep_group() const { return std::nullopt; }
   // Ranks that have not ended; none: all. Collective over them.
-  virtual std::optional<Group> present() { return std::nullopt; }
+  virtual std::optional<Group> active_group() { return std::nullopt; }
   // The first rank that has not ended, as far as this rank knows.
-  virtual int leader() const { return 0; }
+  virtual int first_active_rank() const { return 0; }
   // Statistics of exchanges between neighbours, and the models' distance from their mean; none for strategies without
   // such exchanges. consensus_distance: collective.
   virtual const ExchangeStatistics* exchanges() const { return nullptr; }
@@ -132,7 +132,7 @@ class TrainingCore : public ElasticTraining {
   virtual TensorCast input_cast() const { return {}; }
 
  protected:
-  [[noreturn]] void lacks(const std::string& what) const;
+  [[noreturn]] void throw_unsupported(const std::string& what) const;
   // Groups in which the strategy communicates; a group may be there several times.
   virtual std::vector<Group> groups() const { return {group_}; }
 
@@ -246,7 +246,7 @@ class Training {
   }
   Replanned replan_here(const std::string& strategy, const std::optional<TrainingOptions>& options,
                         const OptimizerRecipe& recipe) {
-    const auto ranks = core().present().value_or(core().group());
+    const auto ranks = core().active_group().value_or(core().group());
     return replan_core(core_, strategy, module_, recipe, ranks, ranks, options);
   }
   template <class... Inputs>

@@ -170,8 +170,9 @@ StrategyBench detail::bench_strategies(const MakeBenched& make, const Group& gro
   check(options, group);
   StrategyBench bench;
   for (const auto& name : options.strategies) {
-    const auto pace = find_strategy(name).pace;
-    const bool alone = pace == Pace::alone || pace == Pace::single;
+    const auto synchronization = find_strategy(name).synchronization;
+    const bool alone =
+        synchronization == Synchronization::independent || synchronization == Synchronization::single_rank;
     bench.strategies.push_back({.strategy = name, .transport = alone ? "none" : group.transport()});
   }
   for (int round = 0; round < options.rounds; ++round) {

@@ -55,7 +55,8 @@ std::string Plan::table() const {
         "\n{}: each shard has a second owner: {:.3f} MiB more per rank, and per step {} messages and collectives of {} "
         "bytes, "
         "half of\nwhich the rank sends and half receives while backward computes\n",
-        plan.strategy, plan.largest().second / mebibyte, plan.to_second_owners.calls, plan.to_second_owners.bytes);
+        plan.strategy, plan.largest().second_owner_bytes / mebibyte, plan.to_second_owners.calls,
+        plan.to_second_owners.bytes);
   }
   if (plain > 0) text += fmt::format("\nfrom step {} on; until then gradients travel whole\n", plain);
   if (once) text += "\n* one copy for all ranks of the host\n";

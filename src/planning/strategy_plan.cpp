@@ -136,7 +136,7 @@ class Planner {
         const bool updates = plan_.strategy == "ddp" || owners_[i] == rank;
         if (!cut() && updates) memory.state += state_bytes(parameters_[i].sizes(), parameters_[i]);
         if (!owns_pieces() && !second_.empty() && second_[owners_[i]] == rank) {
-          memory.second += state_bytes(parameters_[i].sizes(), parameters_[i]);
+          memory.second_owner_bytes += state_bytes(parameters_[i].sizes(), parameters_[i]);
         }
       }
     }
@@ -282,12 +282,13 @@ class Planner {
       const auto range = cut() ? layout.part(rank) : Range{0, owners_[members.front()] == rank ? layout.size() : 0};
       if (range.empty()) continue;
       auto& memory = plan_.ranks[second_[rank]];
-      memory.second += range.size() * sum_bytes;
+      memory.second_owner_bytes += range.size() * sum_bytes;
       for (const auto& slice : layout.overlapping(range)) {
         const auto& parameter = parameters_[members[slice.piece]];
         const auto sizes = cut() ? std::vector{slice.in_piece.size()} : parameter.sizes().vec();
-        if (plan_.gathers) memory.second += slice.in_piece.size() * parameter.element_size();  // else each rank has all
-        memory.second += state_bytes(sizes, parameter);
+        if (plan_.gathers)
+          memory.second_owner_bytes += slice.in_piece.size() * parameter.element_size();  // else each rank has all
+        memory.second_owner_bytes += state_bytes(sizes, parameter);
       }
       if (rank == 0) plan_.to_second_owners.add(range.size() * sum_bytes);
       if (second_[rank] == 0) plan_.to_second_owners.add(range.size() * sum_bytes);
@@ -299,7 +300,7 @@ class Planner {
     const int owner = owners_[members.front()];
     if (second_.empty()) return;
     const auto bytes = layout_of(members, /*scattered=*/false).size() * element_bytes(gradients_[members.front()]);
-    plan_.ranks[second_[owner]].second += bytes;
+    plan_.ranks[second_[owner]].second_owner_bytes += bytes;
     if (owner == 0) plan_.to_second_owners.add(bytes);
     if (second_[owner] == 0) plan_.to_second_owners.add(bytes);
   }

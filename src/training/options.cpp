@@ -27,14 +27,14 @@ std::string shown(const std::string& text) {
 }
 
 std::string wanted(const StrategyOption& option) {
-  const auto least = option.least ? fmt::format("at least {:g}", *option.least) : "";
+  const auto at_least = option.minimum ? fmt::format("at least {:g}", *option.minimum) : "";
   switch (option.type) {
     case StrategyOption::Type::flag:
       return "true or false";
     case StrategyOption::Type::integer:
-      return option.least ? least : "a whole number of at most 18 digits";
+      return option.minimum ? at_least : "a whole number of at most 18 digits";
     case StrategyOption::Type::number:
-      return option.least ? least : "a number that a double holds";
+      return option.minimum ? at_least : "a number that a double holds";
     case StrategyOption::Type::text:
       break;
   }
@@ -42,17 +42,17 @@ std::string wanted(const StrategyOption& option) {
 }
 
 bool fits(const StrategyOption& option, const std::string& text) {
-  const double least = option.least.value_or(-std::numeric_limits<double>::infinity());
+  const double minimum = option.minimum.value_or(-std::numeric_limits<double>::infinity());
   switch (option.type) {
     case StrategyOption::Type::flag:
       return text == "true" || text == "false";
     case StrategyOption::Type::integer: {
       const auto value = parsed<int64_t>(text);
-      return value && static_cast<double>(*value) >= least;
+      return value && static_cast<double>(*value) >= minimum;
     }
     case StrategyOption::Type::number: {
       const auto value = parsed<double>(text);
-      return value && std::isfinite(*value) && *value >= least;
+      return value && std::isfinite(*value) && *value >= minimum;
     }
     case StrategyOption::Type::text:
       break;

@@ -65,7 +65,7 @@ class WrappedTraining : public Base {
   }
   NoSync no_sync(bool accumulate) override { return wrapper().no_sync(accumulate); }
   void abandon_step() override { wrapper().abandon_step(); }
-  void settle() override {
+  void abandon_failed_step() override {
     if constexpr (std::is_base_of_v<Joinable, Core>) {
       wrapper().settle();
     } else {

@@ -85,14 +85,14 @@ class Change {
          const std::optional<Group>& group, const Group& everyone)
       : core_(core), module_(module), after_(group), everyone_(everyone) {
     if (core_) from_.emplace(core_->parts());
-    if (core_) before_ = from_->group = core_->present().value_or(core_->group());
+    if (core_) before_ = from_->group = core_->active_group().value_or(core_->group());
   }
 
   Replanned run(const std::string& strategy, const OptimizerRecipe& recipe,
                 const std::optional<TrainingOptions>& given) {
     const auto start = Clock::now();
     const bool within_backward = BackwardTracker::in_backward();
-    if (core_ && !within_backward) core_->settle();
+    if (core_ && !within_backward) core_->abandon_failed_step();
     on_all_ranks(everyone_, replan_subject, [&] {
       if (within_backward) throw UsageError("replan: called within a backward; call it between two steps");
       check_end_of_step();
@@ -138,7 +138,7 @@ class Change {
   }
 
   static void refuse_alone(const Strategy& strategy) {
-    if (strategy.pace != Pace::alone) return;
+    if (strategy.synchronization != Synchronization::independent) return;
     throw UsageError(fmt::format("replan: ranks of strategy {} know nothing of each other and have no state in common",
                                  strategy.name));
   }

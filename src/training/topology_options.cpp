@@ -14,7 +14,7 @@ std::vector<StrategyOption> topology_option_list(const std::string& local_size_h
        .type = StrategyOption::Type::integer,
        .default_value = "1",
        .help = local_size_help,
-       .least = 1},
+       .minimum = 1},
       {.name = "exchange_dtype",
        .default_value = "float32",
        .help = "format of the exchange (compressed differences: int8, top_k, 1 % of the elements)",

@@ -95,12 +95,12 @@ std::vector<std::string> TrainingCore::description() const {
           fmt::format("precision: {}", in_words(precision_))};
 }
 
-void TrainingCore::lacks(const std::string& what) const {
+void TrainingCore::throw_unsupported(const std::string& what) const {
   throw UsageError(fmt::format("strategy {} does not have {}", strategy_.name, what));
 }
 
 void TrainingCore::backward(const at::Tensor& /*loss_sum*/, double /*weight*/) {
-  lacks("a backward with a weight");
+  throw_unsupported("a backward with a weight");
 }
 
 at::Tensor TrainingCore::scale_loss(const at::Tensor& loss) const {
@@ -112,15 +112,15 @@ NoSync TrainingCore::no_sync(bool /*accumulate*/) {
 }
 
 Joinable& TrainingCore::joinable() {
-  lacks("a part in Join");
+  throw_unsupported("a part in Join");
 }
 
 void TrainingCore::save_module(const std::filesystem::path& file) {
-  if (strategy_.pace == Pace::alone) {
+  if (strategy_.synchronization == Synchronization::independent) {
     if (group_.rank() == 0) shoal::save_module(file, *module_);
     return;
   }
-  const auto ranks = present().value_or(group_);
+  const auto ranks = active_group().value_or(group_);
   const auto whole = full_parameters();
   on_all_ranks(ranks, "save_module", [&] {
     if (ranks.rank() == 0) shoal::save_module(file, *module_);

@@ -126,7 +126,7 @@ TEST(Registry, a_training_may_be_a_global_object_of_the_program_that_has_saved_i
   const TempFolder folder;
   const auto train_and_exit = [&](const World& world) -> std::string {
     for (const auto& name : strategy_names()) {
-      if (find_strategy(name).pace == Pace::single) continue;
+      if (find_strategy(name).synchronization == Synchronization::single_rank) continue;
       StrategyOptions options;  // parameters that its destructor waits for
       if (name == "megatron") options["overlap_param_gather"] = "true";
       auto training = make_training(name, seeded(1), optimizer_recipe<torch::optim::SGD>(0.1), world.group(),

@@ -13,8 +13,8 @@ namespace {
 using namespace replan_training;
 
 bool has_state(const Strategy& strategy) {
-  if (strategy.pace == Pace::single) return group().size() == 1;
-  return strategy.pace != Pace::alone;
+  if (strategy.synchronization == Synchronization::single_rank) return group().size() == 1;
+  return strategy.synchronization != Synchronization::independent;
 }
 
 class Pairs : public testing::TestWithParam<std::string> {};

@@ -30,7 +30,7 @@ const StrategyOptions small{
     {"unit_numel", "100"},       {"sync_every", "1"},           {"outer_lr", "1"},      {"outer_momentum", "0"}};
 
 bool shares_batches(const Strategy& strategy) {
-  return strategy.pace == Pace::common && !strategy.has("sync_every");
+  return strategy.synchronization == Synchronization::lockstep && !strategy.has("sync_every");
 }
 
 at::Tensor whole_batch(int64_t step, int64_t micro) {
@@ -55,7 +55,7 @@ std::vector<at::Tensor> reference() {
 
 // Where one rank is all that a strategy has.
 Group group_of(const Strategy& strategy) {
-  return strategy.pace == Pace::single ? group().subgroup({group().rank()}) : group();
+  return strategy.synchronization == Synchronization::single_rank ? group().subgroup({group().rank()}) : group();
 }
 
 void train(Training<MlpImpl>& training, int64_t from, int64_t to) {
@@ -122,10 +122,12 @@ TEST_P(EveryStrategy, goes_on_from_its_checkpoint) {
   auto training = make();
   auto state = training->state();
   if (!state) {
-    EXPECT_EQ(training->strategy().pace, Pace::alone) << "ranks that know nothing of each other have no checkpoint";
+    EXPECT_EQ(training->strategy().synchronization, Synchronization::independent)
+        << "ranks that know nothing of each other have no checkpoint";
     return;
   }
-  if (training->strategy().pace == Pace::single && group().size() > 1) return;  // all ranks would write the same files
+  if (training->strategy().synchronization == Synchronization::single_rank && group().size() > 1)
+    return;  // all ranks would write the same files
   train(training, 0, 2);
   save(folder / "run", *state, {.step = 2});
   auto other = make({}, /*seed=*/4);
@@ -198,11 +200,11 @@ TEST_P(EveryStrategy, says_what_it_holds) {
   train(training, 0, 1);
   EXPECT_EQ(training->strategy().name, GetParam());
   EXPECT_EQ(training->logging_data().has_value(), training->strategy().logging_data);
-  EXPECT_EQ(training->exchanges() != nullptr, training->strategy().pace == Pace::own);
+  EXPECT_EQ(training->exchanges() != nullptr, training->strategy().synchronization == Synchronization::asynchronous);
   EXPECT_FALSE(training->parameters().empty());
   EXPECT_FALSE(training->local_optimizers().empty());
   EXPECT_EQ(training->optimizer().param_groups().size(), 1U);
-  EXPECT_EQ(training->leader(), 0);
+  EXPECT_EQ(training->first_active_rank(), 0);
 }
 
 TEST_P(EveryStrategy, refuses_to_ignore_what_the_module_does_not_have) {
@@ -235,7 +237,8 @@ TEST(Training, pt_files_go_to_python_and_back_under_every_strategy) {
   std::map<std::string, std::vector<at::Tensor>> saved;
   for (const auto& name : strategy_names()) {
     const auto& strategy = find_strategy(name);
-    if (strategy.pace == Pace::single && group().rank() > 0) continue;  // all ranks would write the same file
+    if (strategy.synchronization == Synchronization::single_rank && group().rank() > 0)
+      continue;  // all ranks would write the same file
     auto training = make(strategy, 3);
     train(training, 0, 2);
     saved[name] = whole(training);
@@ -305,7 +308,7 @@ TEST(Training, a_programs_own_strategy_trains_by_its_name) {
        .help = "half the rate",
        .options =
            {{.name = "factor", .type = StrategyOption::Type::number, .default_value = "0.5", .help = "of the rate"}},
-       .pace = Pace::alone,
+       .synchronization = Synchronization::independent,
        .make = [](const TrainingParts& parts) { return std::make_unique<Halving>(parts); }});
   const auto all = [](const torch::nn::Module& module) {
     OptimizerRecipe::ParamGroups groups;

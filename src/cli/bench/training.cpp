@@ -98,7 +98,7 @@ std::vector<Contestant> contestants(const TrainingBenchOptions& options, const s
   std::vector<Contestant> list;
   for (const auto& strategy : options.strategies) {
     for (const auto& transport : options.transports) {
-      const bool alone = find_strategy(name_of(strategy)).pace == Pace::alone;
+      const bool alone = find_strategy(name_of(strategy)).synchronization == Synchronization::independent;
       if (alone && transport != options.transports.front()) continue;
       Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}};
       one.command = {self,          "train",
@@ -230,7 +230,8 @@ Json figure(const TrainingBench& bench, size_t number, const TrainingBenchOption
 
 std::vector<std::string> measured_strategies() {
   auto names = strategy_names();
-  std::erase_if(names, [](const auto& name) { return find_strategy(name).pace == Pace::single; });
+  std::erase_if(names,
+                [](const auto& name) { return find_strategy(name).synchronization == Synchronization::single_rank; });
   return names;
 }
 

@@ -128,7 +128,7 @@ Json json_of(const StrategyPlan& plan) {
   put("grads_bytes", &RankMemory::gradients);
   put("state_bytes", &RankMemory::state);
   put("buffers_bytes", &RankMemory::buffers);
-  if (plan.to_second_owners.calls > 0) put("second_bytes", &RankMemory::second);
+  if (plan.to_second_owners.calls > 0) put("second_bytes", &RankMemory::second_owner_bytes);
   memory["params_once_per_host"] = plan.parameters_once;
   memory["params_gathered"] = plan.gathers;
   memory["all_ranks_bytes"] = plan.total();

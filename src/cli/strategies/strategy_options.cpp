@@ -90,14 +90,14 @@ void add(CLI::App& command, const Offer& offer, StrategyOptions& values) {
     command.add_flag_function(flag, set, help);
     return;
   }
-  const auto set = [&values, name = option.name, alone = option.alone](const std::string& text) {
-    values[name] = text.empty() ? alone : text;
+  const auto set = [&values, name = option.name, implicit = option.implicit_value](const std::string& text) {
+    values[name] = text.empty() ? implicit : text;
   };
   auto* added = command.add_option_function<std::string>(flag, set, help);
   if (option.type == StrategyOption::Type::integer) added->type_name("INT");
   if (option.type == StrategyOption::Type::number) added->type_name("FLOAT");
-  if (!option.alone.empty()) {
-    added->expected(0, 1)->default_str(option.alone);
+  if (!option.implicit_value.empty()) {
+    added->expected(0, 1)->default_str(option.implicit_value);
   } else if (same_default(offer)) {
     added->default_str(option.default_value);
   }

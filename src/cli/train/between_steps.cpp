@@ -51,7 +51,7 @@ Evaluation Trainer::evaluated(const Group& present, TrainResult& result) {
   // Batch norms' running means are evaluated as they are saved, with rank 0's values. Ranks that train independently
   // evaluate their own models.
   std::optional<CommonValues> buffers;
-  if (strategy_->strategy().pace != Pace::alone) {
+  if (strategy_->strategy().synchronization != Synchronization::independent) {
     buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
   }
   return evaluate(*model_, *feed_.test_data(), present, options_.precision());

@@ -40,7 +40,7 @@ void Meeting::together(const std::function<void(const Group&)>& work) {
   std::string tried;
   for (int attempt = 0;; ++attempt) {
     try {
-      const auto present = training_.present().value_or(group_);
+      const auto present = training_.active_group().value_or(group_);
       if (present.name() != tried) attempt = 0;
       tried = present.name();
       return work(present);

@@ -28,7 +28,7 @@ class Meeting {
   void together(const std::function<void(const Group& present)>& work);
 
  private:
-  bool in_step() const { return training_.strategy().pace != Pace::own; }
+  bool in_step() const { return training_.strategy().synchronization != Synchronization::asynchronous; }
 
   TrainingCore& training_;
   Group group_;

@@ -32,7 +32,8 @@ std::string line_of(const StrategyOption& option, const OptionValues& values) {
 
 std::vector<std::string> lines_of(const TrainOptions& options, const Feed& feed) {
   // They follow from --batch and --data, of which each host may have its own, and from them schedules, evaluations and the end.
-  const bool counts = options.chosen().pace != Pace::own && (options.epochs || options.eval);
+  const bool counts =
+      options.chosen().synchronization != Synchronization::asynchronous && (options.epochs || options.eval);
   const auto steps = counts ? feed.steps_per_epoch() : std::nullopt;
   std::vector<std::string> lines{
       fmt::format("--model {}", options.model),
@@ -73,7 +74,7 @@ std::vector<std::string> lines_of(const TrainOptions& options, const Feed& feed)
 }  // namespace
 
 void require_same_options(const TrainOptions& options, const Feed& feed, const Group& group) {
-  if (group.size() == 1 || options.chosen().pace == Pace::alone) return;
+  if (group.size() == 1 || options.chosen().synchronization == Synchronization::independent) return;
   agree(group, "options of shoal train, which must be the same on all ranks", lines_of(options, feed));
 }
 

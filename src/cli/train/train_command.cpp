@@ -212,7 +212,8 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
     if (meets) {
       trainer.together([&](const Group& present) {
         nlohmann::ordered_json params_per_rank;
-        if (options.chosen().pace == Pace::own) params_per_rank = digests_of_ranks(present, *model);
+        if (options.chosen().synchronization == Synchronization::asynchronous)
+          params_per_rank = digests_of_ranks(present, *model);
         const auto whole = trainer.full_parameters();
         leads = present.rank() == 0;
         if (leads && !options.save.empty() && result.kept_latest.empty()) file = save_model(options, *model);
@@ -223,7 +224,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
       });
     }
     // One rank that fails is enough, unless a job is well if any rank ends well.
-    const bool any_suffices = options.chosen().pace == Pace::own || options.elastic;
+    const bool any_suffices = options.chosen().synchronization == Synchronization::asynchronous || options.elastic;
     if (result.unread) code = leads || any_suffices ? failed : 0;
     if (result.stopped && !result.kept_latest.empty()) {
       return leave_interrupted(
@@ -271,7 +272,9 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
     throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
                                  placement.size, placement.source));
   }
-  const int ranks = started ? placement.size : options.chosen().pace == Pace::single ? 1 : options.ranks.value_or(2);
+  const int ranks = started                                                            ? placement.size
+                    : options.chosen().synchronization == Synchronization::single_rank ? 1
+                                                                                       : options.ranks.value_or(2);
   if (options.transport == "mpi" && !started && ranks > 1) {
     throw UsageError(fmt::format("--transport mpi: start the ranks with mpirun -n {} shoal train ...", ranks));
   }
@@ -340,7 +343,7 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
                     .threads = threads_per_rank(options, ranks),
                     .prefix_output = false,
                     .flight_recorder = options.flight_recorder,
-                    .keep_going = options.chosen().pace == Pace::own && !options.elastic,
+                    .keep_going = options.chosen().synchronization == Synchronization::asynchronous && !options.elastic,
                     .min_ranks = options.elastic.value_or(0),
                     .most_ranks = options.elastic_most,
                     .max_restarts = options.max_restarts,

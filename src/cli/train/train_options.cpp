@@ -32,7 +32,7 @@ void complete_saving(TrainOptions& options) {
     options.resume_if_any = !options.partial;
   }
   if (options.partial && options.resume.empty()) throw UsageError("--partial needs --resume PATH");
-  if (options.chosen().pace != Pace::alone) return;
+  if (options.chosen().synchronization != Synchronization::independent) return;
   for (const auto& [option, given] :
        {std::pair("--save-every", options.save_every > 0), std::pair("--keep-last", options.keep_last > 0),
         std::pair("--resume", !options.resume.empty())}) {
@@ -59,7 +59,7 @@ void check_course(const TrainOptions& options) {
   for (const auto& [step, name] : course) {
     const auto under = options.under(name);
     in_words_of_the_command_line([&] { under.values(); });
-    if (find_strategy(name).pace == Pace::common) continue;
+    if (find_strategy(name).synchronization == Synchronization::lockstep) continue;
     throw UsageError(fmt::format(
         "--replan: ranks of {} do not make every step together; it is for strategies whose ranks do", name));
   }
@@ -116,7 +116,7 @@ void TrainOptions::complete() {
     require_at_least("--ranks", *ranks, 1);
     require_at_most("--ranks", *ranks, max_ranks);
   }
-  if (chosen().pace == Pace::single && ranks && *ranks != 1) {
+  if (chosen().synchronization == Synchronization::single_rank && ranks && *ranks != 1) {
     throw UsageError(fmt::format("--strategy {} trains in one process: --ranks {} is not possible", strategy, *ranks));
   }
   require_at_least("--threads", threads, 0);

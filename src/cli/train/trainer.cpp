@@ -124,10 +124,10 @@ std::optional<double> Trainer::step(int64_t number, TrainResult& result) {
 // Ranks that need each other to save must end with the same step; one that is interrupted while they agree ends with
 // the next.
 bool Trainer::is_interrupted(int64_t number) const {
-  const bool alone = in_step() ? has_whole_model() && !checkpoints_.has_state() : !strategy_->bound();
+  const bool alone = in_step() ? has_whole_model() && !checkpoints_.has_state() : !strategy_->lockstep_group();
   if (alone) return interrupted != 0;
   auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
-  strategy_->bound().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
+  strategy_->lockstep_group().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
   return anywhere.item<int>() != 0;
 }
 

@@ -60,8 +60,10 @@ class Trainer {
   // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
   bool is_interrupted(int64_t number) const;
   // Whether all ranks are always in the same step and end together.
-  bool in_step() const { return options_.elastic || strategy_->strategy().pace != Pace::own; }
-  bool leads() const { return strategy_->leader() == group_.rank(); }
+  bool in_step() const {
+    return options_.elastic || strategy_->strategy().synchronization != Synchronization::asynchronous;
+  }
+  bool leads() const { return strategy_->first_active_rank() == group_.rank(); }
   // Continues under the strategy that is due before this step; the line for the metrics, if there is one.
   std::optional<nlohmann::ordered_json> replan(int64_t number);
   // Takes the state for checkpoints from the present strategy.

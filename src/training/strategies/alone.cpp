@@ -21,12 +21,12 @@ void check_single(const OptionValues&, const TrainingOptions&, int ranks, std::o
 std::vector<Strategy> strategies_without_exchange() {
   return {{.name = "none",
            .help = "one process",
-           .pace = Pace::single,
+           .synchronization = Synchronization::single_rank,
            .check = check_single,
            .make = [](const TrainingParts& parts) { return std::make_unique<ReplicatedTraining>(parts); }},
           {.name = "local",
            .help = "ranks that never communicate: the floor of the step time",
-           .pace = Pace::alone,
+           .synchronization = Synchronization::independent,
            .make = [](const TrainingParts& parts) { return std::make_unique<Local>(parts); }}};
 }
 

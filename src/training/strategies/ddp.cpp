@@ -70,7 +70,7 @@ std::vector<Strategy> ddp_strategies() {
        .help = "update each bucket's parameters during backward and free its gradients. With clipping and loss "
                "scaling: exact waits for the last gradient, stale uses the norm of the last step",
        .choices = {"exact", "stale", "per_bucket"},
-       .alone = "exact"});
+       .implicit_value = "exact"});
   return {{.name = "ddp",
            .help = "gradients are averaged during backward",
            .options = std::move(options),

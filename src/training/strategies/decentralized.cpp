@@ -81,8 +81,8 @@ class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelC
   std::string open_scope() const override { return mean_.expired() ? parallel_.open_scope() : "full_parameters()"; }
   bool updates_in_backward() const override { return true; }
   bool has_whole_model() const override { return false; }
-  std::optional<Group> present() override { return parallel_.remaining(); }
-  int leader() const override { return first_of_those_left(parallel_.statistics()); }
+  std::optional<Group> active_group() override { return parallel_.remaining(); }
+  int first_active_rank() const override { return first_of_those_left(parallel_.statistics()); }
   const ExchangeStatistics* exchanges() const override { return &parallel_.statistics(); }
   double consensus_distance() override { return parallel_.consensus_distance(); }
 
@@ -109,7 +109,7 @@ std::vector<Strategy> decentralized_strategies() {
   return {{.name = "decentralized",
            .help = "every rank averages with a few neighbours",
            .options = topology_option_list("ranks per host in the topology", {"float32", "bf16", "int8", "top_k"}),
-           .pace = Pace::own,
+           .synchronization = Synchronization::asynchronous,
            .logging_data = true,
            .takes_schedule = true,
            .check = check_decentralized,

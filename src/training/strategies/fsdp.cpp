@@ -39,7 +39,7 @@ Strategy fsdp_strategy(const std::string& name, const std::string& help, Shardin
                        .type = StrategyOption::Type::integer,
                        .default_value = "0",
                        .help = "ranks, in a row, that share a model; 0: those of each host",
-                       .least = 0});
+                       .minimum = 0});
   }
   const bool parts = !hybrid && sharding != ShardingStrategy::no_shard;
   const bool elastic = sharding != ShardingStrategy::no_shard;
@@ -67,7 +67,7 @@ std::vector<StrategyOption> fsdp_option_list() {
            .type = StrategyOption::Type::integer,
            .default_value = "0",
            .help = "elements of parameters that make a unit; 0: units as the program has them",
-           .least = 0},
+           .minimum = 0},
           fp32_gradients_option(false),
           compress_option()};
 }

@@ -35,9 +35,9 @@ class HybridGossip : public FsdpTraining {
   }
   std::string open_scope() const override { return mean_.expired() ? FsdpTraining::open_scope() : "full_parameters()"; }
   bool has_whole_model() const override { return false; }
-  std::optional<Group> bound() const override { return inside(); }
-  std::optional<Group> present() override { return gossip().remaining(group_); }
-  int leader() const override { return first_of_those_left(gossip().statistics()) * inside().size(); }
+  std::optional<Group> lockstep_group() const override { return inside(); }
+  std::optional<Group> active_group() override { return gossip().remaining(group_); }
+  int first_active_rank() const override { return first_of_those_left(gossip().statistics()) * inside().size(); }
   const ExchangeStatistics* exchanges() const override { return &gossip().statistics(); }
   double consensus_distance() override { return gossip().consensus_distance(); }
 
@@ -63,7 +63,7 @@ class HybridGossip : public FsdpTraining {
     // Buffers last, over the ranks that were present at first: if a rank ends meanwhile, ranks that are further ahead
     // fail here, too, and all start over.
     explicit Mean(HybridGossip& training) : gossip_(training.gossip()) {
-      const auto present = training.present();
+      const auto present = training.active_group();
       gossip_.hold_mean();
       try {
         // An operation may succeed on one rank of the host and fail on another.
@@ -133,7 +133,7 @@ std::vector<Strategy> hybrid_gossip_strategies() {
   return {{.name = "hybrid_gossip",
            .help = "fsdp on each host, decentralized between hosts",
            .options = hybrid_gossip_option_list(),
-           .pace = Pace::own,
+           .synchronization = Synchronization::asynchronous,
            .main_copies = true,
            .logging_data = true,
            .elastic = true,
