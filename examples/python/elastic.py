@@ -37,7 +37,7 @@ def main() -> None:
     train, test = read(options.folder, "train", options.images), read(options.folder, "t10k", options.images)
     sampler = shoal.data.DistributedSampler(train)
     elastic = shoal.Elastic(model, optimizer, sampler, state={"schedule": schedule})
-    dies = options.die and not elastic.joined and dist.get_rank() == 1
+    dies = options.die and not elastic.joining and dist.get_rank() == 1
 
     def accuracy() -> float:
         net.eval()

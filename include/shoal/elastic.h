@@ -73,11 +73,11 @@ struct ElasticOptions {
   // More state of the program that is equal on all ranks, which a newcomer gets, written in place: moving averages of
   // parameters, for example, or buffers that the wrapper ignores.
   std::vector<at::Tensor> tensors{};
-  // More of the same that is no tensor (a schedule, counters), as UTF-8 text: give() makes it, on one rank that has the job's
-  // state, and take() gets it in each newcomer, within Elastic's constructor. Both or neither.
-  std::function<std::string()> give{};
-  std::function<void(const std::string& text)> take{};
-  bool gives_scaler = false;  // a loss scaler's state is among it
+  // More of the same that is no tensor (a schedule, counters), as UTF-8 text: save_state() returns it, on one rank that
+  // has the job's state, and load_state() gets it in each newcomer, within Elastic's constructor. Both or neither.
+  std::function<std::string()> save_state{};
+  std::function<void(const std::string& text)> load_state{};
+  bool state_has_scaler = false;  // a loss scaler's state is among it
   // Called on each rank, after the change, but not on those that have come. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
   // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.

@@ -108,8 +108,8 @@ class Elastic:
         objects = dict(state or {})
         _require_no_optimizer(objects)
         self._scalers = [one for one in objects.values() if isinstance(one, torch.amp.GradScaler)]
-        options |= {"give": lambda: _text_of(objects), "take": lambda text: _load(objects, text)}
-        options["gives_scaler"] = bool(self._scalers)
+        options |= {"save_state": lambda: _text_of(objects), "load_state": lambda text: _load(objects, text)}
+        options["state_has_scaler"] = bool(self._scalers)
         core = None if sampler is None else sampler._core
         self._push()
         if isinstance(optimizer, (DistributedOptimizer, LocalUpdates)):
@@ -193,8 +193,8 @@ class Elastic:
         return self._running.generation()
 
     @property
-    def joined(self) -> bool:
-        """Whether this process has come to a job that was running already."""
+    def joining(self) -> bool:
+        """Whether this process has come to a job that was running already, as shoal.distributed.joining()."""
         return self._running.joining()
 
     @property

@@ -65,7 +65,7 @@ else:
 x = torch.linspace(-1, 1, 240, dtype=torch.float64).reshape(60, 4)
 sampler = shoal.data.DistributedSampler(x, seed=1)
 elastic = shoal.Elastic(model, optimizer, sampler, state={"schedule": schedule}, keep_global_batch=12, shares=12)
-assert shoal.distributed.joining() == elastic.joined
+assert shoal.distributed.joining() == elastic.joining
 first = dist.get_rank()
 for epoch in range(elastic.first_epoch, 30):
     sampler.set_epoch(epoch)
@@ -80,13 +80,13 @@ for epoch in range(elastic.first_epoch, 30):
                 schedule.step()
             if not complete:
                 break
-    if epoch == 8 and first == 1 and not elastic.joined:
+    if epoch == 8 and first == 1 and not elastic.joining:
         os.kill(os.getpid(), signal.SIGKILL)
     if len(sys.argv) == 3 and elastic.generation > 1 and dist.get_world_size() == 1 and epoch < 22:
         time.sleep(1)  # until the rank that is started in its place has come
 weight = elastic.together(lambda: {name[-6:]: value for name, value in model.state_dict().items()}["weight"])
 print("weights", [round(float(w), 12) for w in weight.flatten()], "rate", schedule.get_last_lr(), "steps", elastic.steps,
-      "joined" if elastic.joined else "stayed", flush=True)
+      "joined" if elastic.joining else "stayed", flush=True)
 del elastic  # plain steps go on, also on a rank that has joined
 for _ in range(2):
     ((model(x[:4]) - 1) ** 2).mean().backward()

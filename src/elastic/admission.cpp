@@ -88,7 +88,7 @@ std::string Admission::state_text(const Position& position, bool with_shards) co
       states.push_back(std::move(one));
     });
   }
-  if (options_.give) json["program"] = options_.give();
+  if (options_.save_state) json["program"] = options_.save_state();
   return json.dump();
 }
 
@@ -136,7 +136,7 @@ void Admission::take(const std::string& text, const Group& group, int from, Posi
   for (size_t i = 0; i < groups.size(); ++i) set_options(groups[i].options(), json.at("options").at(i));
   if (auto* scaler = terms_.scaler()) load(*scaler, json.at("scaler"));
   if (auto* scaler = parts_.own_scaler()) load(*scaler, json.at("own_scaler"));
-  if (options_.take) options_.take(json.at("program").get<std::string>());
+  if (options_.load_state) options_.load_state(json.at("program").get<std::string>());
   const auto& batch = json.at("batch");
   batch_.adopt(batch.at("size"), batch.at("shares"), batch.at("seed"));
   follow_order(json.at("order").get<std::vector<size_t>>());
@@ -165,7 +165,8 @@ void Admission::share(const Group& group, const std::vector<bool>& newcomers, Po
       own = state_text(position, with_shards);
     } catch (const std::exception& error) {  // which must not cost the job
       own = cannot_give + std::string(error.what());
-      if (options_.give && !with_shards) own += "; give must not read parameters, whose shards are on all ranks";
+      if (options_.save_state && !with_shards)
+        own += "; save_state must not read parameters, whose shards are on all ranks";
     }
   }
   const auto text = broadcast_text(group, own, from, {-1, -1, "state for a newcomer"});

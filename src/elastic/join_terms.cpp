@@ -104,9 +104,10 @@ std::string JoinTerms::why_closed() const {
     return fmt::format("its communication hook, {}, may keep more from step to step than a change of the ranks drops",
                        hook->name());
   }
-  if (scaler() == nullptr && parts_.own_scaler() == nullptr && !options_.gives_scaler &&
+  if (scaler() == nullptr && parts_.own_scaler() == nullptr && !options_.state_has_scaler &&
       may_need_scaler(parts_.logging_data())) {
-    return "it trains in float16 without ElasticOptions::scaler or gives_scaler, so the loss scale could not be given";
+    return "it trains in float16 without ElasticOptions::scaler or state_has_scaler, so the loss scale could not be "
+           "given";
   }
   return "";
 }
@@ -122,7 +123,7 @@ std::vector<std::string> JoinTerms::lines() const {
       fmt::format("straggler_seconds: {}", options_.straggler_seconds),
       fmt::format("keep_global_batch: {}", options_.keep_global_batch > 0 ? "yes" : "no"),
       fmt::format("loss scaler: {}", in_words(scaler())),
-      fmt::format("state of the program: {}", options_.give ? "yes" : "no"),
+      fmt::format("state of the program: {}", options_.save_state ? "yes" : "no"),
       fmt::format("communication hook: {}", data.communication_hook),
   };
   if (sampler_ == nullptr) {

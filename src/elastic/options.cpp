@@ -51,7 +51,8 @@ void ElasticOptions::validate(int ranks) const {
     faults.push_back(fmt::format("straggler_seconds is {}: give 0 or more", straggler_seconds));
   if (!(silent_host_seconds >= 0.5 && silent_host_seconds < 1e6))
     faults.push_back(fmt::format("silent_host_seconds is {}: give 0.5 or more, below 1e6", silent_host_seconds));
-  if (static_cast<bool>(give) != static_cast<bool>(take)) faults.emplace_back("give and take: set both or neither");
+  if (static_cast<bool>(save_state) != static_cast<bool>(load_state))
+    faults.emplace_back("save_state and load_state: set both or neither");
   if (!faults.empty()) throw UsageError(fmt::format("ElasticOptions: {}", fmt::join(faults, "; ")));
 }
 

@@ -130,8 +130,8 @@ void expect_misfits(const Misfits& misfits) {
     auto options = quick;
     options.on_change = [](const ElasticChange&) {};
     if (misfits.gives) {
-      options.give = [&] { return std::to_string(test::sum_of(*net)); };
-      options.take = [](const std::string&) {};
+      options.save_state = [&] { return std::to_string(test::sum_of(*net)); };
+      options.load_state = [](const std::string&) {};
     }
     const auto elastic = wrapped.elastic(world, options);
     const auto x = test::inputs_of({1, 2, static_cast<size_t>(self)});
@@ -201,7 +201,7 @@ TEST_F(ElasticSecondJoin, ELA06_a_difference_is_named_on_all_ranks_if_those_that
 }
 
 TEST_F(ElasticSecondJoin, ELA06_a_program_that_gives_parameters_is_told_so) {
-  Misfits misfits{{1, 1, 0}, {0, 0, 1}, "tcp", "give must not read parameters"};
+  Misfits misfits{{1, 1, 0}, {0, 0, 1}, "tcp", "save_state must not read parameters"};
   misfits.gives = true;
   expect_misfits(misfits);
 }

@@ -154,13 +154,13 @@ class ElasticTrainer {
         .read("silent_host_seconds", options.silent_host_seconds)
         .read("keep_global_batch", options.keep_global_batch)
         .read("shares", options.shares)
-        .read("gives_scaler", options.gives_scaler)
+        .read("state_has_scaler", options.state_has_scaler)
         .with("tensors", [&](const py::object& list) { options.tensors = list.cast<std::vector<at::Tensor>>(); })
         .with("metrics", [&](const py::object& file) { options.metrics = py::str(file).cast<std::string>(); })
         .with("checkpoints",
               [&](const py::object& folder) { options.checkpoints = py::str(folder).cast<std::string>(); })
-        .with("give", [&](const py::object& give) { options.give = with_kinds(share(give)); })
-        .with("take", [&](const py::object& take) { options.take = for_kinds(share(take)); })
+        .with("save_state", [&](const py::object& save) { options.save_state = with_kinds(share(save)); })
+        .with("load_state", [&](const py::object& load) { options.load_state = for_kinds(share(load)); })
         .with("on_change",
               [&](const py::object& told) {
                 options.on_change = [held = share(told)](const ElasticChange& change) { call(held, change); };
