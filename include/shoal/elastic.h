@@ -60,14 +60,14 @@ struct ElasticOptions {
   // remaining hosts hold more than half of all ranks, or half and the first rank: two halves of a cut network must not
   // both continue. Ranks of a dropped host get JobLost if it comes back. At least 0.5.
   double silent_host_seconds = 10;
-  // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,
-  // so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks; needs a
-  // sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch shrinks and grows
-  // with the ranks. A newcomer gets the job's, and must only have one if the job has.
+  // Samples of a step over all ranks, which ranks that are left keep up: they compute the slices of those that were
+  // lost, so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks;
+  // needs a sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch
+  // shrinks and grows with the ranks. A newcomer gets the job's, and must only have one if the job has.
   int64_t keep_global_batch = 0;
-  // Shares into which keep_global_batch is divided, at least as many as there will ever be ranks: more are not admitted. 0:
-  // the ranks at the start.
-  int64_t shares = 0;
+  // Slices into which keep_global_batch is divided, at least as many as there will ever be ranks: more are not
+  // admitted. 0: the ranks at the start.
+  int64_t batch_slices = 0;
   // Loss scaler that the loop uses with DistributedDataParallel; a newcomer gets its state. nullptr: none.
   GradScaler* scaler = nullptr;
   // More state of the program that is equal on all ranks, which a newcomer gets, written in place: moving averages of
@@ -177,13 +177,14 @@ class Elastic {
   // loop with a sampler goes on after a change without ever having called in_epoch(). `compute` may
   // run partly, and again for the same samples on any rank; `update` runs once per complete step. Collective.
   bool step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update);
-  // The same with `compute` for the samples [begin, end) of this rank's: one share of the global batch after the other,
+  // The same with `compute` for the samples [begin, end) of this rank's: one slice of the global batch after the other,
   // all but the last one under no_sync(). The loss is the mean over these samples. Without keep_global_batch there is one
-  // share.
+  // slice.
   bool step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
             const std::function<void()>& update);
-  // The same with `prepare`, once on every rank after all of its shares, before the ranks agree that the step is complete. It
-  // may communicate: clipping belongs there, since within `compute` there are the gradients of some of the shares.
+  // The same with `prepare`, once on every rank after all of its slices, before the ranks agree that the step is
+  // complete. It may communicate: clipping belongs there, since within `compute` there are the gradients of some of the
+  // slices.
   bool step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
             const std::function<void()>& prepare, const std::function<void()>& update);
   // This rank's samples in a step with keep_global_batch; more once ranks are lost. For each loader, after in_epoch().

@@ -52,7 +52,7 @@ class Elastic:
     comes (`shoal launch --elastic MIN:MAX`) is rank 0 of 1 until this constructor has returned, without a checkpoint.
 
     min_ranks: JobLost if fewer are left. straggler_seconds, silent_host_seconds: after which a rank that does nothing
-    is killed (0: never), and a silent host left out. keep_global_batch, shares: samples of a step over all ranks that
+    is killed (0: never), and a silent host left out. keep_global_batch, batch_slices: samples of a step over all ranks that
     stay, and into how many parts (begin, end) for `compute` they are divided. tensors, state: what a newcomer gets;
     state has objects with state_dict() and load_state_dict(): schedules, a GradScaler. on_change: called with an
     ElasticChange, but in newcomers. metrics: file of changes. checkpoints: folder whose last one JobLost names.
@@ -71,7 +71,7 @@ class Elastic:
         straggler_seconds: float = 0,
         silent_host_seconds: float = 10,
         keep_global_batch: int = 0,
-        shares: int = 0,
+        batch_slices: int = 0,
         tensors: Sequence[torch.Tensor] = (),
         state: Mapping[str, HasState] | None = None,
         on_change: Callable[[ElasticChange], Any] | None = None,
@@ -82,7 +82,7 @@ class Elastic:
         self._model = model
         self._optimizer = optimizer
         self._told = on_change
-        self._by_share = keep_global_batch != 0
+        self._by_slice = keep_global_batch != 0
         self._sampler = sampler
         self._said = SaidSamples()
         self._trainer: _C.ElasticTrainer | None = None
@@ -99,7 +99,7 @@ class Elastic:
             "straggler_seconds": straggler_seconds,
             "silent_host_seconds": silent_host_seconds,
             "keep_global_batch": keep_global_batch,
-            "shares": shares,
+            "batch_slices": batch_slices,
             "tensors": list(tensors),
             "metrics": metrics,
             "checkpoints": checkpoints,
@@ -150,11 +150,11 @@ class Elastic:
         communicate. prepare() runs between them, and may: clipping of gradients belongs there, or in compute(). With
         keep_global_batch, compute(begin, end) runs once for each share [begin, end) of the batch, and its loss is the mean over
         these samples. Collective."""
-        if self._sampler is not None and not self._by_share and isinstance(samples, int):  # shares are counted anyway
+        if self._sampler is not None and not self._by_slice and isinstance(samples, int):  # slices are counted anyway
             self._said.step(self._sampler._draws, samples)
         self._push()
         before = None if prepare is None else _naming_ended_groups(prepare)
-        return self._running.step(samples, self._again(_naming_ended_groups(compute)), update, before, self._by_share)
+        return self._running.step(samples, self._again(_naming_ended_groups(compute)), update, before, self._by_slice)
 
     @property
     def batch_size(self) -> int:
@@ -207,11 +207,11 @@ class Elastic:
         if not self._scalers:
             return compute
 
-        def from_the_beginning(*share: int) -> Any:
-            if not share or share[0] == 0:
+        def from_the_beginning(*place: int) -> Any:
+            if not place or place[0] == 0:
                 for scaler in self._scalers:
                     scaler._per_optimizer_states.clear()
-            return compute(*share)
+            return compute(*place)
 
         return from_the_beginning
 

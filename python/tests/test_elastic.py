@@ -175,7 +175,7 @@ def test_ELA05_a_python_program_keeps_the_global_batch():
                 for one in moments:
                     one(place, at)
 
-            parameters = train(moment, seen, keep_global_batch=16, shares=4)
+            parameters = train(moment, seen, keep_global_batch=16, batch_slices=4)
             return parameters, seen
 
         return Ranks(run, ranks=4).outcomes(timeout=60)

@@ -64,7 +64,7 @@ else:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 x = torch.linspace(-1, 1, 240, dtype=torch.float64).reshape(60, 4)
 sampler = shoal.data.DistributedSampler(x, seed=1)
-elastic = shoal.Elastic(model, optimizer, sampler, state={"schedule": schedule}, keep_global_batch=12, shares=12)
+elastic = shoal.Elastic(model, optimizer, sampler, state={"schedule": schedule}, keep_global_batch=12, batch_slices=12)
 assert shoal.distributed.joining() == elastic.joining
 first = dist.get_rank()
 for epoch in range(elastic.first_epoch, 30):

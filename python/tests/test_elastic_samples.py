@@ -137,7 +137,7 @@ def test_ELA05_loops_that_count_samples_are_not_refused(kind):
 
 def test_ELA05_shares_of_a_kept_global_batch_are_not_refused():
     def run(rank):
-        loop = Loop(keep_global_batch=4 * BATCH, shares=4)
+        loop = Loop(keep_global_batch=4 * BATCH, batch_slices=4)
         loop.epoch(0, lambda loop: every_batch(loop, batch=loop.elastic.batch_size))
         return loop.elastic.steps
 

@@ -175,7 +175,7 @@ def test_PY05_elastic_names_what_it_does_not_take():
         }.items():
             with pytest.raises(shoal.UsageError, match=text):
                 shoal.Elastic(*arguments)
-        for options, text in {"min_ranks": 3, "shares": 2, "keep_global_batch": 5, "straggler_seconds": -1}.items():
+        for options, text in {"min_ranks": 3, "batch_slices": 2, "keep_global_batch": 5, "straggler_seconds": -1}.items():
             with pytest.raises(shoal.UsageError, match=options):
                 shoal.Elastic(model, optimizer, **{options: text})
         synced = shoal.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(6)))

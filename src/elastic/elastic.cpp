@@ -23,14 +23,14 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
       steps_before(parts->step()),
       copies(parts->module()),
       earlier(*parts),
-      batch(world, options.keep_global_batch, options.shares, *parts, copies),
+      batch(world, options.keep_global_batch, options.batch_slices, *parts, copies),
       terms(*parts, sampler, options, training, cell_of(world)->state->options.transport),
       admission(*parts, terms, options, batch) {
   const auto& join = cell_of(world)->state->join;
   if (join.number) {
     auto checked = options;  // but for the global batch, which is the job's
     if (options.keep_global_batch > 0) {
-      checked.keep_global_batch = options.shares > 0 ? options.shares : join.table->first_ranks();
+      checked.keep_global_batch = options.batch_slices > 0 ? options.batch_slices : join.table->first_ranks();
     }
     checked.validate(join.table->first_ranks());
   } else {
@@ -46,7 +46,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
           {fmt::format("min_ranks {}, straggler_seconds {}, silent_host_seconds {}", options.min_ranks,
                        options.straggler_seconds, options.silent_host_seconds),
            sampler ? "a sampler" : "no sampler",
-           fmt::format("keep_global_batch {}, shares {}", options.keep_global_batch, options.shares)});
+           fmt::format("keep_global_batch {}, batch_slices {}", options.keep_global_batch, options.batch_slices)});
     // The launchers of several nodes may have been given different ones.
     least_ranks = static_cast<int>(
         world.group().all_reduce(std::vector<double>{static_cast<double>(least_ranks)}, ReduceOp::max)[0]);

@@ -38,14 +38,14 @@ void ElasticOptions::validate(int ranks) const {
   if (min_ranks < 1 || min_ranks > ranks) {
     faults.push_back(fmt::format("min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
   }
-  if (shares < 0 || (shares > 0 && (shares < ranks || keep_global_batch == 0))) {
-    faults.push_back(
-        fmt::format("shares is {}: give 0, or with keep_global_batch at least {}, the number of ranks", shares, ranks));
-  } else if (keep_global_batch < 0 || keep_global_batch % (shares > 0 ? shares : ranks) != 0) {
+  if (batch_slices < 0 || (batch_slices > 0 && (batch_slices < ranks || keep_global_batch == 0))) {
+    faults.push_back(fmt::format(
+        "batch_slices is {}: give 0, or with keep_global_batch at least {}, the number of ranks", batch_slices, ranks));
+  } else if (keep_global_batch < 0 || keep_global_batch % (batch_slices > 0 ? batch_slices : ranks) != 0) {
     faults.push_back(
         fmt::format("keep_global_batch is {}: give a multiple of {}, the number of {}, or 0 for a batch that "
                     "shrinks with the ranks",
-                    keep_global_batch, shares > 0 ? shares : ranks, shares > 0 ? "shares" : "ranks"));
+                    keep_global_batch, batch_slices > 0 ? batch_slices : ranks, batch_slices > 0 ? "slices" : "ranks"));
   }
   if (!(straggler_seconds >= 0))
     faults.push_back(fmt::format("straggler_seconds is {}: give 0 or more", straggler_seconds));

@@ -19,10 +19,10 @@ std::string taken_over(const ElasticParts& parts, const GlobalBatch& batch, cons
                         updated_before);
   }
   if (batch.size() == 0) return text;
-  std::vector<int64_t> shares;
-  for (int rank = 0; rank < world.size(); ++rank) shares.push_back(batch.shares_of(rank));
+  std::vector<int64_t> slices;
+  for (int rank = 0; rank < world.size(); ++rank) slices.push_back(batch.shares_of(rank));
   return text +
-         fmt::format("; of {} shares of the batch, the ranks compute {}", batch.shares(), fmt::join(shares, ", "));
+         fmt::format("; of {} slices of the batch, the ranks compute {}", batch.shares(), fmt::join(slices, ", "));
 }
 
 void tell(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former) {

@@ -31,7 +31,7 @@ std::string train_whole(const World& world, Whole& whole, test::Sharding shardin
   DistributedSampler sampler(whole_samples, world.group(), {.seed = 3});
   const auto quiet = [](const ElasticChange&) {};
   const auto made =
-      wrapped.elastic(world, sampler, ElasticOptions{.keep_global_batch = 36, .shares = 12, .on_change = quiet});
+      wrapped.elastic(world, sampler, ElasticOptions{.keep_global_batch = 36, .batch_slices = 12, .on_change = quiet});
   auto& elastic = *made;
   const auto seen = test::inputs_of({1, 2, 3}).to(at::kDouble);
   for (auto epoch = elastic.first_epoch(); epoch < whole_epochs; ++epoch) {

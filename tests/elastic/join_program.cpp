@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
   shoal::DistributedSampler sampler(240, world.group());
   shoal::Elastic elastic(world, parallel, optimizer, sampler,
-                         {.keep_global_batch = 48, .shares = 12, .metrics = metrics});
+                         {.keep_global_batch = 48, .batch_slices = 12, .metrics = metrics});
   for (size_t epoch = elastic.first_epoch(); epoch < epochs; ++epoch) {
     sampler.set_epoch(epoch);
     while (elastic.in_epoch()) {

@@ -153,7 +153,7 @@ class ElasticTrainer {
         .read("straggler_seconds", options.straggler_seconds)
         .read("silent_host_seconds", options.silent_host_seconds)
         .read("keep_global_batch", options.keep_global_batch)
-        .read("shares", options.shares)
+        .read("batch_slices", options.batch_slices)
         .read("state_has_scaler", options.state_has_scaler)
         .with("tensors", [&](const py::object& list) { options.tensors = list.cast<std::vector<at::Tensor>>(); })
         .with("metrics", [&](const py::object& file) { options.metrics = py::str(file).cast<std::string>(); })

@@ -22,13 +22,13 @@ void Trainer::make_elastic() {
                      .on_change = [this](const ElasticChange& change) { follow(change); },
                      .checkpoints = options_.save};
   if (options_.keep_global_batch) {
-    how.shares = shares();
+    how.batch_slices = batch_slices();
     how.keep_global_batch = global_batch();
-    if (!world_.joining() && how.keep_global_batch % how.shares != 0) {  // a newcomer gets the job's
+    if (!world_.joining() && how.keep_global_batch % how.batch_slices != 0) {  // a newcomer gets the job's
       throw UsageError(fmt::format(
           "--keep-global-batch: {} samples of a step cannot be divided among the {} ranks of --elastic: give "
           "another --batch or --accumulate",
-          how.keep_global_batch, how.shares));
+          how.keep_global_batch, how.batch_slices));
     }
   }
   how.silent_host_seconds = options_.silent_host_seconds.value_or(how.silent_host_seconds);
@@ -38,7 +38,7 @@ void Trainer::make_elastic() {
 }
 
 // One for each micro-batch of the ranks at the start, or more, so that as many ranks as may come have one.
-int64_t Trainer::shares() const {
+int64_t Trainer::batch_slices() const {
   return std::max(int64_t{options_.accumulate} * started_, int64_t{options_.elastic_most});
 }
 
@@ -200,7 +200,7 @@ std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result)
   };
   const TimedScope whole(timeline_of(group_), "step", number);
   const bool complete =
-      options_.keep_global_batch ? step_of_shares(number, step, update) : step_of_micros(number, step, update);
+      options_.keep_global_batch ? step_of_slices(number, step, update) : step_of_micros(number, step, update);
   if (!complete) return std::nullopt;
   step.measured.add(strategy_->statistics() - sent);
   result.add(step);
@@ -232,19 +232,19 @@ bool Trainer::step_of_micros(int64_t number, TrainedStep& step, const std::funct
   return elastic_->step(step.samples, compute, update);
 }
 
-bool Trainer::step_of_shares(int64_t number, TrainedStep& step, const std::function<void()>& update) {
+bool Trainer::step_of_slices(int64_t number, TrainedStep& step, const std::function<void()>& update) {
   const auto batch = feed_.next(number, 0);
   step.samples = batch.data.size(0);
   auto& measured = step.measured;
   const auto compute = [&](int64_t begin, int64_t end) {
     if (begin == 0) measured = {};
-    const auto share = measured_gradients(*strategy_, number, 1, [&](int) {
+    const auto slice = measured_gradients(*strategy_, number, 1, [&](int) {
       return elastic_loss(number, batch.data.slice(0, begin, end), batch.target.slice(0, begin, end));
     });
-    measured.loss += share.loss * static_cast<double>(end - begin) / static_cast<double>(step.samples);
-    measured.wait_ms += share.wait_ms;
-    measured.calls += share.calls;
-    measured.bytes += share.bytes;
+    measured.loss += slice.loss * static_cast<double>(end - begin) / static_cast<double>(step.samples);
+    measured.wait_ms += slice.wait_ms;
+    measured.calls += slice.calls;
+    measured.bytes += slice.bytes;
   };
   return elastic_->step(
       step.samples, compute, [&] { average_loss(number, step); }, update);

@@ -94,11 +94,11 @@ class Trainer {
   void divide_anew(Loop& loop);
   std::optional<double> elastic_step(int64_t number, TrainResult& result);
   bool step_of_micros(int64_t number, TrainedStep& step, const std::function<void()>& update);
-  // With keep_global_batch: each share is one of the micro-batches.
-  bool step_of_shares(int64_t number, TrainedStep& step, const std::function<void()>& update);
+  // With keep_global_batch: each slice is one of the micro-batches.
+  bool step_of_slices(int64_t number, TrainedStep& step, const std::function<void()>& update);
   void average_loss(int64_t number, TrainedStep& step) const;
   at::Tensor elastic_loss(int64_t number, const at::Tensor& data, const at::Tensor& target);
-  int64_t shares() const;
+  int64_t batch_slices() const;
   void keep_batch();
   // Samples of a step over the ranks at the start.
   int64_t global_batch() const { return options_.batch * options_.accumulate * started_; }

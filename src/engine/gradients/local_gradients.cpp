@@ -60,7 +60,7 @@ void require_no_local_gradient(const at::Tensor& parameter, const std::string& w
 
 void refuse_to_clip_shares() {
   throw UsageError(
-      "Elastic: gradients are clipped within a share of the batch, and a rank may have several: clip in the third "
+      "Elastic: gradients are clipped within a slice of the batch, and a rank may have several: clip in the third "
       "argument of step(), which is called after all of them");
 }
 

@@ -41,7 +41,7 @@ const char* GatherOrder::text(int64_t said) {
     case updates:
       return "steps its optimizer";
     case meets:
-      return "has computed the shares of the batch that others do not have";
+      return "has computed the slices of the batch that others do not have";
     default:
       return "has ended its backward or evaluation";
   }

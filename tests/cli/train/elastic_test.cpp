@@ -256,7 +256,7 @@ TEST_P(ElasticStrategies, ELA05_keeps_the_global_batch_when_a_rank_is_killed) {
                                kill_rank(strategy == "ddp" || strategy == "fsdp" ? 0 : 1));
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_EQ(event()["ranks"], 2) << ended.output;
-  EXPECT_NE(event()["taken_over"].get<std::string>().find("of 6 shares of the batch, the ranks compute 3, 3"),
+  EXPECT_NE(event()["taken_over"].get<std::string>().find("of 6 slices of the batch, the ranks compute 3, 3"),
             std::string::npos);
   const auto alone = shoal(Line{"train", "--ranks", "3", "--threads", "1", "--json", file("alone.json")} + how);
   ASSERT_EQ(alone.code, 0) << alone.output;
