@@ -120,7 +120,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        return self._core.left()
+        return self._core.remaining()
 
     @property
     def total_size(self) -> int:  # type: ignore[override]

@@ -148,7 +148,7 @@ class Elastic:
 
         compute() may run partly, and again for the same samples on any rank; update() runs once per complete step and must not
         communicate. prepare() runs between them, and may: clipping of gradients belongs there, or in compute(). With
-        keep_global_batch, compute(begin, end) runs once for each share [begin, end) of the batch, and its loss is the mean over
+        keep_global_batch, compute(begin, end) runs once for each slice [begin, end) of the batch, and its loss is the mean over
         these samples. Collective."""
         if self._sampler is not None and not self._by_slice and isinstance(samples, int):  # slices are counted anyway
             self._said.step(self._sampler._draws, samples)

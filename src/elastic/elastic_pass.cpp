@@ -19,7 +19,7 @@ bool Elastic::State::begin_epoch() {
   const bool inside = epoch && *epoch == sampler->epoch();
   if (!inside) {
     ++pass;
-    taken = sampler->taken();
+    taken = sampler->consumed();
     skipped = 0;
   }
   // A rank that has finished its last step of a pass in a recovery finds samples left where the loop leaves some.

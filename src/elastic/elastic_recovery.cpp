@@ -75,7 +75,7 @@ void Elastic::State::recover(const std::function<void()>* update, std::optional<
     batch.outdate_copies(*sampler, epoch ? taken : 0);
     if (comes) sampler->torch::data::samplers::DistributedSampler<>::set_epoch(job_epoch);  // not by the program
     const bool inside = comes || (epoch && *epoch == sampler->epoch());
-    divide(inside ? taken : sampler->taken());  // the program may have begun behind some of the epoch's samples
+    divide(inside ? taken : sampler->consumed());  // the program may have begun behind some of the epoch's samples
   }
   if (comes) return;
   ElasticChange change{.generation = generations->number(),
@@ -179,7 +179,7 @@ void Elastic::State::share(const std::vector<bool>& newcomers) {
   if (sampler != nullptr) {
     position.names_epochs = sampler->names_epochs();
     position.next_epoch = sampler->epoch();
-    if (!epoch || *epoch != sampler->epoch()) position.taken = sampler->taken();
+    if (!epoch || *epoch != sampler->epoch()) position.taken = sampler->consumed();
   }
   admission.share(world.group(), newcomers, position);
   if (!comes) return;

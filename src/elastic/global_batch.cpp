@@ -71,17 +71,17 @@ int64_t GlobalBatch::own_size() const {
 // They are right as long as they begin where the rest does, as one of the same ranks.
 void GlobalBatch::outdate_copies(DistributedSampler& sampler, size_t taken) {
   const auto of = std::pair(world_.size(), world_.rank());
-  const bool elsewhere = taken != 0 && taken != sampler.taken();
-  if (std::exchange(divided_among_, of) != of || elsewhere) sampler.job_division_.outdate();
+  const bool elsewhere = taken != 0 && taken != sampler.consumed();
+  if (std::exchange(divided_among_, of) != of || elsewhere) sampler.outdate_copies();
 }
 
 void GlobalBatch::divide(DistributedSampler& sampler, size_t taken) {
   const auto ranks = static_cast<size_t>(world_.size());
   const auto rank = static_cast<size_t>(world_.rank());
   divided_at_ = taken;
-  if (size_ == 0) return sampler.divide(ranks, rank, taken);
-  sampler.divide_shares(static_cast<size_t>(first_shares_), ranks, rank, static_cast<size_t>(size_ / first_shares_),
-                        taken);
+  if (size_ == 0) return sampler.redistribute(ranks, rank, taken);
+  sampler.redistribute_slices(static_cast<size_t>(first_shares_), ranks, rank,
+                              static_cast<size_t>(size_ / first_shares_), taken);
 }
 
 void GlobalBatch::require(int64_t samples, const DistributedSampler& sampler, size_t taken) const {

@@ -6,9 +6,8 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <mutex>
 
-#include "shoal/data.h"
+#include "loop/sampler_state.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -42,7 +41,7 @@ void check_rank(size_t rank, size_t num_replicas) {
 DistributedSampler::DistributedSampler(size_t size, size_t num_replicas, size_t rank,
                                        const DistributedSamplerOptions& options)
     : torch::data::samplers::DistributedSampler<>(size, num_replicas, rank, /*allow_duplicates=*/!options.drop_last),
-      options_(options) {
+      state_(new State{.options = options}) {
   check_rank(rank, num_replicas);
   check(options);
   DistributedSampler::reset();
@@ -51,63 +50,45 @@ DistributedSampler::DistributedSampler(size_t size, size_t num_replicas, size_t 
 DistributedSampler::DistributedSampler(size_t size, const Group& group, const DistributedSamplerOptions& options)
     : DistributedSampler(size, static_cast<size_t>(group.size()), static_cast<size_t>(group.rank()), options) {}
 
-void DistributedSampler::set_epoch(size_t epoch) {
-  named_ = true;
-  torch::data::samplers::DistributedSampler<>::set_epoch(epoch);
-  say();
-}
+DistributedSampler::DistributedSampler(const DistributedSampler& other)
+    : torch::data::samplers::DistributedSampler<>(other), state_(std::make_unique<State>(*other.state_)) {}
 
-struct DistributedSampler::Words::Place {
-  std::shared_ptr<Place> copied_from;
-  std::mutex mutex{};   // data loaders may run on threads of their own
-  uint64_t number = 0;  // of what was said last; 0: nothing
-  size_t epoch = 0;
-  std::shared_ptr<Begin> begin{};
-};
-
-DistributedSampler::Words::Words() : own_(std::make_shared<Place>()) {}
-
-DistributedSampler::Words::Words(const Words& of) : own_(new Place{.copied_from = of.own_}), heard_(of.heard_) {}
-
-DistributedSampler::Words& DistributedSampler::Words::operator=(const Words& of) {
-  own_.reset(new Place{.copied_from = of.own_});
-  heard_ = of.heard_;
+DistributedSampler& DistributedSampler::operator=(const DistributedSampler& other) {
+  torch::data::samplers::DistributedSampler<>::operator=(other);
+  state_ = std::make_unique<State>(*other.state_);
   return *this;
 }
 
-void DistributedSampler::Words::say(size_t epoch, std::shared_ptr<Begin> begin) {
-  static std::atomic<uint64_t> numbers = 0;
-  const std::scoped_lock lock(own_->mutex);
-  own_->epoch = epoch;
-  own_->begin = std::move(begin);
-  heard_ = own_->number = ++numbers;
+DistributedSampler::~DistributedSampler() = default;
+
+bool DistributedSampler::names_epochs() const {
+  return state_->named || epoch_ > 0;
 }
 
-bool DistributedSampler::Words::hear(size_t& epoch, std::shared_ptr<Begin>& begin) {
-  for (auto* place = own_.get(); place != nullptr; place = place->copied_from.get()) {
-    const std::scoped_lock lock(place->mutex);
-    if (place->number == 0) continue;
-    if (place->number <= heard_) return false;
-    heard_ = place->number;
-    epoch = place->epoch;
-    begin = place->begin;
-    return true;
-  }
-  return false;
+void DistributedSampler::outdate_copies() {
+  state_->division.outdate();
 }
 
-void DistributedSampler::hear() {
-  std::shared_ptr<Begin> sought;
-  if (words_.hear(epoch_, sought) && sought) begin_ = std::move(sought);
+void DistributedSampler::set_epoch(size_t epoch) {
+  state_->named = true;
+  torch::data::samplers::DistributedSampler<>::set_epoch(epoch);
+  publish_position();
+}
+
+void DistributedSampler::publish_position() {
+  const auto& start = state_->start;
+  state_->position.publish(epoch_, start && start->sought ? start : nullptr);
 }
 
 void DistributedSampler::reset(std::optional<size_t> new_size) {
-  hear();
+  std::shared_ptr<EpochStart> sought;
+  if (state_->position.receive(epoch_, sought) && sought) state_->start = std::move(sought);
   begin_epoch(new_size);
 }
 
 void DistributedSampler::begin_epoch(std::optional<size_t> new_size) {
-  if (job_division_.outdated()) {
+  auto& state = *state_;
+  if (state.division.outdated()) {
     throw UsageError(fmt::format(
         "DistributedSampler: this copy, as rank {} of {}, has the division of the job's former ranks, and Elastic "
         "has divided the sampler anew: make the data loader, or the copy, within while (elastic.in_epoch())",
@@ -116,100 +97,125 @@ void DistributedSampler::begin_epoch(std::optional<size_t> new_size) {
   if (new_size == 0 || size_ == 0) throw UsageError("DistributedSampler: the data set has no samples");
   size_ = new_size.value_or(size_);
   const auto count = static_cast<int64_t>(size_);
-  const auto order = options_.shuffle
-                         ? at::randperm(count, at::detail::createCPUGenerator(options_.seed + epoch_), at::kLong)
+  const auto order = state.options.shuffle
+                         ? at::randperm(count, at::detail::createCPUGenerator(state.options.seed + epoch_), at::kLong)
                          : at::arange(count, at::kLong);
   const int64_t* shuffled = order.const_data_ptr<int64_t>();
-  divided_ = epoch_;
-  first_ = begin() != nullptr ? std::min(begin_->first, size_) : 0;
-  const size_t end = first_ + places(size_ - first_, num_replicas_, options_);
-  indices_.clear();
-  const size_t block = stands_in_ ? stands_in_->batch * num_replicas_ : std::max<size_t>(1, end - first_);
-  const size_t stride = stands_in_ ? stands_in_->ranks : num_replicas_;
-  for (size_t begin = first_; begin < end; begin += block) {
+  const auto* start = state.start_of(epoch_);
+  state.divided = epoch_;
+  state.first = start != nullptr ? std::min(start->first, size_) : 0;
+  const size_t end = state.first + places(size_ - state.first, num_replicas_, state.options);
+  state.indices.clear();
+  const size_t block = state.slices ? state.slices->batch * num_replicas_ : std::max<size_t>(1, end - state.first);
+  const size_t stride = state.slices ? state.slices->ranks : num_replicas_;
+  for (size_t begin = state.first; begin < end; begin += block) {
     const size_t block_end = std::min(end, begin + block);
-    for (size_t share = rank_; share < num_replicas_; share += stride) {
-      for (size_t place = begin + share; place < block_end; place += num_replicas_) {
-        indices_.push_back(static_cast<size_t>(shuffled[place % size_]));
+    for (size_t slice = rank_; slice < num_replicas_; slice += stride) {
+      for (size_t place = begin + slice; place < block_end; place += num_replicas_) {
+        state.indices.push_back(static_cast<size_t>(shuffled[place % size_]));
       }
     }
   }
-  index_ = begin() != nullptr && !begin_->index_used ? std::min(begin_->index, indices_.size()) : 0;
+  state.index = start != nullptr && !start->index_used ? std::min(start->index, state.indices.size()) : 0;
 }
 
 std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
-  if (divided_ != epoch_) begin_epoch();
-  const size_t end = index_ + std::min(batch_size, indices_.size() - index_);
-  if (end == indices_.size() && begin() != nullptr) begin_->index_used = true;
-  if (index_ == indices_.size()) return std::nullopt;
-  std::vector<size_t> batch(indices_.begin() + static_cast<std::ptrdiff_t>(index_),
-                            indices_.begin() + static_cast<std::ptrdiff_t>(end));
-  index_ = end;
+  auto& state = *state_;
+  if (state.divided != epoch_) begin_epoch();
+  const auto& indices = state.indices;
+  const size_t end = state.index + std::min(batch_size, indices.size() - state.index);
+  if (auto* start = state.start_of(epoch_); end == indices.size() && start != nullptr) start->index_used = true;
+  if (state.index == indices.size()) return std::nullopt;
+  std::vector<size_t> batch(indices.begin() + static_cast<std::ptrdiff_t>(state.index),
+                            indices.begin() + static_cast<std::ptrdiff_t>(end));
+  state.index = end;
   return batch;
 }
 
+size_t DistributedSampler::first_place() const {
+  return state_->divided == epoch_ ? state_->first : 0;
+}
+
 size_t DistributedSampler::places_between(size_t first, size_t end) const {
-  const size_t stride = stands_in_ ? stands_in_->ranks : num_replicas_;
+  const size_t stride = state_->slices ? state_->slices->ranks : num_replicas_;
   size_t count = 0;
-  for (size_t share = rank_; share < num_replicas_ && first + share < end; share += stride) {
-    count += (end - first - share + num_replicas_ - 1) / num_replicas_;
+  for (size_t slice = rank_; slice < num_replicas_ && first + slice < end; slice += stride) {
+    count += (end - first - slice + num_replicas_ - 1) / num_replicas_;
   }
   return count;
 }
 
 size_t DistributedSampler::samples_from(size_t first) const {
-  return places_between(first, first + places(size_ - first, num_replicas_, options_));
+  return places_between(first, first + places(size_ - first, num_replicas_, state_->options));
+}
+
+size_t DistributedSampler::num_samples() const {
+  return samples_from(first_place());
 }
 
 size_t DistributedSampler::unpadded() const {
   const size_t first = first_place();
-  return places_between(first, std::min(size_, first + places(size_ - first, num_replicas_, options_)));
+  return places_between(first, std::min(size_, first + places(size_ - first, num_replicas_, state_->options)));
 }
 
-size_t DistributedSampler::left() const {
-  const size_t samples = samples_from(begin() != nullptr ? std::min(begin_->first, size_) : 0);
-  return samples - (begin() != nullptr && !begin_->index_used ? std::min(begin_->index, samples) : 0);
+size_t DistributedSampler::remaining() const {
+  const auto* start = state_->start_of(epoch_);
+  const size_t samples = samples_from(start != nullptr ? std::min(start->first, size_) : 0);
+  return samples - (start != nullptr && !start->index_used ? std::min(start->index, samples) : 0);
+}
+
+size_t DistributedSampler::index() const {
+  return state_->divided == epoch_ ? state_->index : 0;
+}
+
+size_t DistributedSampler::consumed() const {
+  return first_place() + index() / slices() * num_replicas_;
+}
+
+const DistributedSamplerOptions& DistributedSampler::options() const {
+  return state_->options;
 }
 
 void DistributedSampler::set_options(const DistributedSamplerOptions& options) {
   check(options);
-  options_ = options;
-  if (divided_ == epoch_) {
-    const auto begin = begin_;
-    begin_at(first_, index_);
-    begin_ = begin;
+  state_->options = options;
+  if (state_->divided == epoch_) {
+    const auto start = state_->start;
+    begin_at(state_->first, state_->index);
+    state_->start = start;
   } else {
     begin_epoch();
   }
 }
 
-void DistributedSampler::divide(size_t num_replicas, size_t rank, size_t taken) {
+void DistributedSampler::redistribute(size_t num_replicas, size_t rank, size_t consumed) {
   check_rank(rank, num_replicas);
   num_replicas_ = num_replicas;
   rank_ = rank;
-  stands_in_.reset();
-  job_division_.renew();
-  begin_at(taken, 0);
+  state_->slices.reset();
+  state_->division.renew();
+  begin_at(consumed, 0);
 }
 
-void DistributedSampler::divide_shares(size_t num_replicas, size_t ranks, size_t rank, size_t batch, size_t taken) {
+void DistributedSampler::redistribute_slices(size_t num_replicas, size_t ranks, size_t rank, size_t batch,
+                                             size_t consumed) {
   if (rank >= ranks || ranks > num_replicas || batch == 0) {
-    throw UsageError(fmt::format("DistributedSampler: rank {} of {} with {} shares of {} samples in a step", rank,
+    throw UsageError(fmt::format("DistributedSampler: rank {} of {} with {} slices of {} samples in a step", rank,
                                  ranks, num_replicas, batch));
   }
   num_replicas_ = num_replicas;
   rank_ = rank;
-  stands_in_ = {ranks, batch};
-  job_division_.renew();
-  begin_at(taken, 0);
+  state_->slices = {ranks, batch};
+  state_->division.renew();
+  begin_at(consumed, 0);
 }
 
-size_t DistributedSampler::shares() const {
-  return stands_in_ ? (num_replicas_ - rank_ + stands_in_->ranks - 1) / stands_in_->ranks : 1;
+size_t DistributedSampler::slices() const {
+  return state_->slices ? (num_replicas_ - rank_ + state_->slices->ranks - 1) / state_->slices->ranks : 1;
 }
 
 void DistributedSampler::begin_at(size_t first, size_t index, bool sought) {
-  begin_.reset(new Begin{epoch_, first, index, sought});
+  state_->start.reset(new EpochStart{epoch_, first, index, sought});
   begin_epoch();
 }
 
@@ -226,7 +232,7 @@ void DistributedSampler::seek(size_t index) {
   const size_t first = first_place();
   require_within(index, first);
   begin_at(first, index, /*sought=*/true);
-  say();
+  publish_position();
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
@@ -244,15 +250,15 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   require_within(index, first);
   epoch_ = epoch;
   begin_at(first, index, /*sought=*/true);
-  say();
+  publish_position();
 }
 
 DistributedSampler DistributedSampler::clone() const {
   auto copy = *this;
-  copy.words_ = Words();
-  if (begin_)
-    copy.begin_.reset(
-        new Begin{begin_->epoch, begin_->first, begin_->index, begin_->sought, begin_->index_used.load()});
+  copy.state_->position = SharedPosition();
+  if (const auto& start = state_->start)
+    copy.state_->start.reset(
+        new EpochStart{start->epoch, start->first, start->index, start->sought, start->index_used.load()});
   return copy;
 }
 

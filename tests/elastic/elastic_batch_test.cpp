@@ -112,7 +112,7 @@ std::string train(const World& world, Shared& record, const Run& run) {
       while (const auto batch = division.next(static_cast<size_t>(elastic.batch_size()))) {
         const auto step = elastic.steps();
         const auto x = test::inputs_of(*batch).to(run.dtype);
-        const auto count = static_cast<int64_t>(batch->size() / division.shares());
+        const auto count = static_cast<int64_t>(batch->size() / division.slices());
         const auto note = [&](int64_t begin, const at::Tensor& losses) {
           auto& written = record.shares[step][world.rank() + begin / count * world.size()];
           written = {.count = static_cast<int>(count), .loss = losses.mean().item<double>(), .rank = self};

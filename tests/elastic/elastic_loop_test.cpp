@@ -106,9 +106,9 @@ TEST(ElasticLoop, ELA05_a_loader_from_before_the_ranks_changed_is_refused) {
         }
       } catch (const UsageError& error) {
         auto own = early;
-        own.divide(3, 1);
+        own.redistribute(3, 1);
         auto again = sampler;
-        const auto left = fmt::format("{} and {} left", own.left(), again.left());
+        const auto left = fmt::format("{} and {} left", own.remaining(), again.remaining());
         own.reset();
         again.reset();
         return fmt::format("after {} samples: {}; {}", samples, error.what(), left);

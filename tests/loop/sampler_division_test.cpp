@@ -24,7 +24,7 @@ TEST(DistributedSampler, ELA01_every_sample_once_whatever_the_number_of_ranks) {
       for (size_t rank = 0; rank < ranks; ++rank) {
         DistributedSampler sampler(size, 4, 0, {.seed = 5});
         sampler.set_epoch(2);
-        sampler.divide(ranks, rank, taken);
+        sampler.redistribute(ranks, rank, taken);
         copies.push_back(sampler);
         copies.back().reset();
       }
@@ -37,7 +37,7 @@ TEST(DistributedSampler, ELA01_every_sample_once_whatever_the_number_of_ranks) {
         if (of_step.empty()) break;
         seen.insert(seen.end(), of_step.begin(), of_step.end());
       }
-      taken = copies[0].taken();
+      taken = copies[0].consumed();
     }
     EXPECT_EQ(distinct(seen).size(), size);
     EXPECT_LT(seen.size(), size + 4) << "only the last division is padded";
@@ -46,20 +46,20 @@ TEST(DistributedSampler, ELA01_every_sample_once_whatever_the_number_of_ranks) {
 
 TEST(DistributedSampler, ELA01_a_division_concerns_its_epoch_alone) {
   DistributedSampler sampler(10, 2, 0, {.seed = 5});
-  sampler.divide(1, 0, 6);
+  sampler.redistribute(1, 0, 6);
   sampler.reset();
   EXPECT_EQ(sampler.num_samples(), 4U);
-  EXPECT_EQ(sampler.taken(), 6U);
+  EXPECT_EQ(sampler.consumed(), 6U);
   sampler.set_epoch(1);
-  EXPECT_EQ(sampler.taken(), 0U);
+  EXPECT_EQ(sampler.consumed(), 0U);
   sampler.reset();
   EXPECT_EQ(sampler.num_samples(), 10U);
-  EXPECT_THROW(sampler.divide(2, 2), UsageError);
+  EXPECT_THROW(sampler.redistribute(2, 2), UsageError);
 }
 
 TEST(DistributedSampler, ELA01_seeks_within_a_division_that_has_begun) {
   DistributedSampler sampler(12, 2, 0, {.shuffle = false});
-  sampler.divide(2, 0, 6);
+  sampler.redistribute(2, 0, 6);
   sampler.reset();
   EXPECT_EQ(sampler.next(1), Indices({6}));
   sampler.seek(1);
@@ -75,7 +75,7 @@ TEST(DistributedSampler, ELA01_counts_are_those_of_the_present_epoch_before_it_b
       DistributedSampler sampler(13, 2, 0, options);
       for (const bool stands_in : {false, true}) {
         sampler.set_epoch(0);
-        stands_in ? sampler.divide_shares(3, 2, rank, 2, 6) : sampler.divide(3, rank, 6);
+        stands_in ? sampler.redistribute_slices(3, 2, rank, 2, 6) : sampler.redistribute(3, rank, 6);
         sampler.next(1);
         sampler.set_epoch(1);
         auto begun = sampler;
@@ -94,7 +94,7 @@ TEST(DistributedSampler, ELA01_counts_are_those_of_the_present_epoch_before_it_b
 TEST(DistributedSampler, ELA01_a_division_is_saved_and_loaded) {
   DistributedSampler sampler(20, 2, 1, {.seed = 5});
   sampler.set_epoch(3);
-  sampler.divide(2, 1, 6);
+  sampler.redistribute(2, 1, 6);
   sampler.seek(2);
   std::stringstream stream;
   torch::serialize::OutputArchive out;
@@ -104,7 +104,7 @@ TEST(DistributedSampler, ELA01_a_division_is_saved_and_loaded) {
   in.load_from(stream);
   DistributedSampler other(20, 2, 1, {.seed = 5});
   other.load(in);
-  EXPECT_EQ(other.taken(), sampler.taken());
+  EXPECT_EQ(other.consumed(), sampler.consumed());
   EXPECT_EQ(drain(other), drain(sampler));
 }
 
@@ -117,19 +117,19 @@ TEST(DistributedSampler, ELA05_ranks_that_stand_in_for_others_take_the_same_step
         std::vector<DistributedSampler> whole, few;
         for (size_t rank = 0; rank < all; ++rank) {
           whole.emplace_back(52, all, rank, options);
-          whole.back().divide(all, rank, taken);
+          whole.back().redistribute(all, rank, taken);
         }
         for (size_t rank = 0; rank < ranks; ++rank) {
           few.emplace_back(52, all, rank, options);
-          few.back().divide_shares(all, ranks, rank, batch, taken);
-          EXPECT_EQ(few.back().shares(), ranks == 1 ? 5U : rank == 0 ? 3U : 2U);
+          few.back().redistribute_slices(all, ranks, rank, batch, taken);
+          EXPECT_EQ(few.back().slices(), ranks == 1 ? 5U : rank == 0 ? 3U : 2U);
         }
         size_t done = taken;
         while (true) {
           std::vector<std::optional<Indices>> shares(all);
           for (size_t rank = 0; rank < all; ++rank) shares[rank] = whole[rank].next(batch);
           for (size_t rank = 0; rank < ranks; ++rank) {
-            const auto own = few[rank].next(batch * few[rank].shares());
+            const auto own = few[rank].next(batch * few[rank].slices());
             ASSERT_EQ(own.has_value(), shares[0].has_value());
             if (!own) continue;
             Indices expected;
@@ -140,15 +140,15 @@ TEST(DistributedSampler, ELA05_ranks_that_stand_in_for_others_take_the_same_step
           }
           if (!shares[0]) break;
           done += shares[0]->size() * all;
-          EXPECT_EQ(few[0].taken(), done);
+          EXPECT_EQ(few[0].consumed(), done);
         }
       }
     }
   }
   DistributedSampler sampler(52, 5, 0);
-  EXPECT_THROW(sampler.divide_shares(5, 6, 0, 3), UsageError);
-  EXPECT_THROW(sampler.divide_shares(5, 2, 2, 3), UsageError);
-  EXPECT_THROW(sampler.divide_shares(5, 2, 0, 0), UsageError);
+  EXPECT_THROW(sampler.redistribute_slices(5, 6, 0, 3), UsageError);
+  EXPECT_THROW(sampler.redistribute_slices(5, 2, 2, 3), UsageError);
+  EXPECT_THROW(sampler.redistribute_slices(5, 2, 0, 0), UsageError);
 }
 
 }  // namespace

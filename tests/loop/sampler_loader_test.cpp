@@ -59,7 +59,7 @@ TEST(DistributedSampler, passes_after_that_of_seek_are_whole_without_set_epoch) 
     const auto loader = loader_of(sampler);
     loader->begin();  // a look at the first batch
     EXPECT_EQ(one_loader ? pass_of(*loader) : served(sampler, 2), rest);
-    EXPECT_EQ(sampler.left(), 10U);
+    EXPECT_EQ(sampler.remaining(), 10U);
     for (int i = 0; i < 2; ++i) EXPECT_EQ(one_loader ? pass_of(*loader) : served(sampler, 0), whole);
   }
   sampler.seek(6);
@@ -90,15 +90,15 @@ TEST(DistributedSampler, counts_what_a_data_loader_takes) {
   for (const auto& options : {Options{}, keep, drop}) {
     DistributedSampler sampler(21, 2, 1, options);
     const auto expect_left = [&] {
-      const auto left = sampler.left();
+      const auto left = sampler.remaining();
       EXPECT_EQ(left, served(sampler, 0).size());
     };
     expect_left();
     sampler.seek(6);
     expect_left();
-    sampler.divide(3, 1, 7);
+    sampler.redistribute(3, 1, 7);
     expect_left();
-    sampler.divide_shares(4, 2, 1, 2, 5);
+    sampler.redistribute_slices(4, 2, 1, 2, 5);
     expect_left();
     sampler.set_epoch(1);
     expect_left();
@@ -114,7 +114,7 @@ TEST(DistributedSampler, other_options_count_from_the_place_of_the_epoch) {
   }
   sampler.set_options(other.options());
   EXPECT_EQ(served(sampler, 0), served(other, 0));
-  EXPECT_EQ(sampler.taken(), other.taken());
+  EXPECT_EQ(sampler.consumed(), other.consumed());
   EXPECT_EQ(drain(sampler), drain(other));
   sampler.set_epoch(3);
   other.set_epoch(3);

@@ -62,7 +62,7 @@ void bind_sampler(py::module_& module) {
       .def("set_epoch", [](Sampler& sampler, size_t epoch) { sampler.set_epoch(epoch); })
       .def("seek", &Sampler::seek)
       .def("epoch", [](const Sampler& sampler) { return sampler.epoch(); })
-      .def("left", &Sampler::left)
+      .def("remaining", &Sampler::remaining)
       .def("num_replicas", &Sampler::num_replicas)
       .def("rank", &Sampler::rank)
       .def("options", [](const Sampler& sampler) { return to_dict(sampler.options()); })

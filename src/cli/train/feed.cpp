@@ -77,7 +77,7 @@ class DatasetFeed : public Feed {
 
   int64_t steps_left() const override {
     if (kept_ > 0)
-      return kept_steps(static_cast<int64_t>(sampler_.size() - std::min(sampler_.size(), sampler_.taken())));
+      return kept_steps(static_cast<int64_t>(sampler_.size() - std::min(sampler_.size(), sampler_.consumed())));
     const auto samples = static_cast<int64_t>(sampler_.num_samples() - sampler_.index());
     return (samples + batch_ - 1) / batch_ / options_.accumulate;
   }
