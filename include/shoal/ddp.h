@@ -53,17 +53,14 @@ class DistributedDataParallelCore : public DataParallelCore {
   DistributedDataParallelCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
                               const DistributedDataParallelOptions& options);
 
-  // For OptimizerInBackward and Elastic. UsageError, which names `caller`, unless the optimizer holds exactly the trainable
-  // parameters.
+ private:
+  friend class OptimizerInBackward;
+  friend class ElasticAccess;  // src/elastic/access.h
+  // UsageError, which names `caller`, unless the optimizer holds exactly the trainable parameters.
   void check_optimizer(const torch::optim::Optimizer& optimizer, const std::string& caller) const;
   // Passes averaged gradients to the consumer, then frees them. Throws UsageError after the first step. Collective.
   void use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer);
-
-  // For Elastic. UsageError that names what cannot go on in another group.
   void require_regroupable() const;
-  // Goes on in another group, whose ranks hold the same model, after `step` synchronising steps. The gradients of a step
-  // that was not finished are dropped by the caller. moved: the optimizer has given the parameters other memory. Collective over
-  // `group` with a communication hook.
   void regroup(const Group& group, int64_t step, bool moved);
 };
 

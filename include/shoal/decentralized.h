@@ -16,8 +16,9 @@
 #include <vector>
 
 #include "shoal/detail/data_parallel.h"
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/group.h"
+#include "shoal/optimizer_recipe.h"
+#include "shoal/optimizer_state.h"
 #include "shoal/precision.h"
 #include "shoal/topology.h"
 
@@ -28,19 +29,7 @@ struct NamedParameter {
   at::Tensor parameter;
 };
 
-// Factories: of the optimizer of some of the model's parameters, and of its learning-rate schedule.
-using OptimizerOfNamed = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<NamedParameter>&)>;
-using ScheduleOf = std::function<std::unique_ptr<torch::optim::LRScheduler>(torch::optim::Optimizer&)>;
-
-// Factory that uses the same options for all parameters: optimizer_with<FusedAdamW>(torch::optim::AdamWOptions(1e-3)).
-template <class Optimizer, class Defaults>
-OptimizerOfNamed optimizer_with(const Defaults& defaults) {
-  return [defaults](const std::vector<NamedParameter>& named) {
-    std::vector<at::Tensor> parameters;
-    for (const auto& entry : named) parameters.push_back(entry.parameter);
-    return std::make_unique<Optimizer>(parameters, defaults);
-  };
-}
+using ScheduleFactory = std::function<std::unique_ptr<torch::optim::LRScheduler>(torch::optim::Optimizer&)>;
 
 // Argument of pre_average_hook: a bucket before the average x <- own_weight * x + received.
 struct PreAverage {
@@ -70,7 +59,7 @@ enum class ClipScope { all_gradients, bucket };
 struct DecentralizedDataParallelOptions {
   // Behaviour.
   std::optional<Topology> topology{};         // topology of the group's size; none: one-peer-exp
-  ScheduleOf schedule{};                      // one step per update; none: constant rates
+  ScheduleFactory schedule{};                 // one step per update; none: constant rates
   double clip_grad = 0;                       // maximum norm of this rank's gradients; 0: no clipping
   ClipScope clip = ClipScope::all_gradients;  // norm of all gradients (updates then wait for the end of backward) or of
                                               // each bucket, as in decent-dp
@@ -113,7 +102,7 @@ class CheckpointSource;
 // Type-independent part of DecentralizedDataParallel.
 class DecentralizedDataParallelCore {
  public:
-  DecentralizedDataParallelCore(std::shared_ptr<torch::nn::Module> module, OptimizerOfNamed make, const Group& group,
+  DecentralizedDataParallelCore(std::shared_ptr<torch::nn::Module> module, OptimizerRecipe recipe, const Group& group,
                                 const DecentralizedDataParallelOptions& options);
   ~DecentralizedDataParallelCore();
   DecentralizedDataParallelCore(const DecentralizedDataParallelCore&) = delete;
@@ -131,7 +120,7 @@ class DecentralizedDataParallelCore {
   // Names of the parameters in each bucket.
   std::vector<std::vector<std::string>> buckets() const;
   // Steps finished or abandoned so far.
-  int64_t step() const;
+  [[nodiscard]] int64_t steps() const;
   // Options and statistics of the wrapper on this rank. Call it between steps. Not collective.
   LoggingData logging_data() const;
 
@@ -202,14 +191,15 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // Wrapper for decentralised training.
 //
 //   shoal::DecentralizedDataParallel parallel(
-//       model, shoal::optimizer_with<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3)), world.group(),
+//       model, shoal::optimizer_recipe<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3)), world.group(),
 //       {.topology = shoal::make_topology("ring", world.size())});
 //   ...
 //   cross_entropy(parallel.forward(x), y).backward();  // averages, updates and publishes, bucket by bucket
 //
-// There is no optimizer to step: backward updates the parameters. Let x be a bucket's parameters on this rank i, g its
-// gradient at x, W the weights of the round, and y_j the values that neighbour j published after its last step. As soon
-// as the bucket's last gradient is computed, backward does
+// There is no optimizer to step: backward updates the parameters, each bucket by an optimizer of its own for its part of the
+// recipe's groups. Parameters that are in none of these groups are averaged and not updated.
+// Let x be a bucket's parameters on this rank i, g its gradient at x, W the weights of the round, and y_j the values that
+// neighbour j published after its last step. As soon as the bucket's last gradient is computed, backward does
 //   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  publish x
 // and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped.
 // Reading it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward if
@@ -259,12 +249,12 @@ class DecentralizedDataParallel : public detail::DataParallelWrapper<Module, Dec
  public:
   using Options = DecentralizedDataParallelOptions;
 
-  DecentralizedDataParallel(std::shared_ptr<Module> module, OptimizerOfNamed make, const Group& group,
+  DecentralizedDataParallel(std::shared_ptr<Module> module, OptimizerRecipe recipe, const Group& group,
                             const Options& options = {})
-      : Base(std::move(module), std::move(make), group, options) {}
-  DecentralizedDataParallel(const torch::nn::ModuleHolder<Module>& module, OptimizerOfNamed make, const Group& group,
+      : Base(std::move(module), std::move(recipe), group, options) {}
+  DecentralizedDataParallel(const torch::nn::ModuleHolder<Module>& module, OptimizerRecipe recipe, const Group& group,
                             const Options& options = {})
-      : Base(module.ptr(), std::move(make), group, options) {}
+      : Base(module.ptr(), std::move(recipe), group, options) {}
 
   template <detail::BareModule Bare, class... Rest>
   explicit DecentralizedDataParallel(Bare&& module, Rest&&... rest)
@@ -272,7 +262,7 @@ class DecentralizedDataParallel : public detail::DataParallelWrapper<Module, Dec
 };
 
 template <class Module>
-DecentralizedDataParallel(const torch::nn::ModuleHolder<Module>&, OptimizerOfNamed, const Group&,
+DecentralizedDataParallel(const torch::nn::ModuleHolder<Module>&, OptimizerRecipe, const Group&,
                           const DecentralizedDataParallelOptions& = {}) -> DecentralizedDataParallel<Module>;
 template <detail::BareModule Bare, class... Rest>
 DecentralizedDataParallel(Bare&&, Rest&&...) -> DecentralizedDataParallel<std::remove_cvref_t<Bare>>;

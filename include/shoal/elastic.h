@@ -17,7 +17,7 @@
 #include "shoal/ddp.h"
 #include "shoal/detail/elastic_training.h"
 #include "shoal/error.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "shoal/precision.h"
 #include "shoal/world.h"

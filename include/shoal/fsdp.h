@@ -161,26 +161,6 @@ class FullyShardedCore : public DataParallelCore {
   // Groups in which it communicates: of all ranks, of those that share a model, of those with equal shards, and of the
   // gathers. A group may be there several times.
   std::vector<Group> groups() const;
-  // For FullParameters. The wrappers of sub-modules are not included.
-  void check_hold(const SummonFullParamsOptions& options) const;
-  void hold(const SummonFullParamsOptions& options, bool reads_only);
-  void release();
-  // Ends the scope on this rank, without the others, and drops what release() has not kept.
-  void drop_hold() noexcept;
-  std::vector<FullyShardedCore*> wrappers_within();
-
-  // For Elastic. UsageError that names what cannot go on in another group.
-  void require_regroupable();
-  // Of each frozen parameter that param_dtype has rounded the float32 copy, which ranks share.
-  std::vector<at::Tensor> frozen_copies() const;
-  // While true, clipping is refused: gradients are those of some of a rank's shares. What was written to pages is adopted before. UsageError
-  // with check_unit_order over pages. Collective.
-  void compute_shares(bool now);
-  // Behind the share of a batch that only some ranks compute, on these; and in its place on the others, which take part in its gathers.
-  // Collective.
-  void meet_behind_share();
-  // Whether shards over these ranks are pages, each of which has a second owner.
-  bool has_pages_over(const Group& everybody) const;
 
  protected:
   TensorCast input_cast() const;
@@ -192,6 +172,21 @@ class FullyShardedCore : public DataParallelCore {
   void end_pass(bool training) override;
 
  private:
+  friend class FullParameters;
+  // The wrappers of sub-modules are not included.
+  void check_hold(const SummonFullParamsOptions& options) const;
+  void hold(const SummonFullParamsOptions& options, bool reads_only);
+  void release();
+  // Ends the scope on this rank, without the others, and drops what release() has not kept.
+  void drop_hold() noexcept;
+
+  friend class ElasticAccess;  // src/elastic/access.h
+  void require_regroupable();
+  std::vector<at::Tensor> frozen_copies() const;
+  void compute_shares(bool now);
+  void meet_behind_share();
+  bool needs_second_owners(const Group& job) const;
+
   friend class FullyShardedOptimizerCore;
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              FullyShardedOptimizerCore& optimizer);
@@ -278,7 +273,7 @@ class FullyShardedDataParallel : public detail::DataParallelWrapper<Module, Full
       : FullyShardedDataParallel(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 
   // Runs the module's forward and returns its result. Collective, also in evaluation. With param_dtype, floating-point
-  // tensors in the arguments, however nested (detail/inputs.h), are copied and cast; the caller's objects are
+  // tensors in the arguments, however nested (shoal/forward_tensors.h), are copied and cast; the caller's objects are
   // unchanged. Arguments that forward takes by non-const reference are passed as they are.
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
@@ -307,26 +302,21 @@ struct FullyShardedOptimizerOptions {
 class FullyShardedOptimizerCore : public ShardedOptimizerCore {
  public:
   FullyShardedOptimizerCore(FullyShardedCore& parallel, ParamGroups groups,
-                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Factory& make,
+                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, const OptimizerFactory& make,
                             bool element_wise, const FullyShardedOptimizerOptions& options);
-
-  // For Elastic. UsageError unless it is this wrapper's optimizer and outlives ranks. everybody: the ranks of the job.
-  // Collective over them.
-  virtual void require_regroupable(const FullyShardedCore& parallel, const Group& everybody);
-  // Goes on with its wrapper among other ranks, with the parameters and the state of the former ones, all of whose guarded
-  // steps are complete, after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a
-  // further group. everybody: the ranks of the job that are left. Collective over them.
-  virtual void regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step);
 
  protected:
   // UsageError unless it is this wrapper's optimizer.
   void require_own(const FullyShardedCore& parallel) const;
-  // The same as regroup() above; `groups` are those of the wrapper.
-  void regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& everybody, int64_t step);
+  // As ElasticAccess::regroup(); `groups` are those of the wrapper.
+  void regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& job, int64_t step);
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              FullyShardedOptimizerCore& optimizer);
+  friend class ElasticAccess;
+  virtual void require_regroupable(const FullyShardedCore& parallel, const Group& job);
+  virtual void regroup(FullyShardedCore& parallel, const Group& job, int64_t step);
   static ParamGroups complete(const FullyShardedCore& parallel, ParamGroups groups);
   static std::unique_ptr<State> make_state(const FullyShardedCore& parallel, bool element_wise,
                                            const FullyShardedOptimizerOptions& options);

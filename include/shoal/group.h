@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "shoal/call_log.h"
 #include "shoal/detail/call.h"
-#include "shoal/detail/call_log.h"
 #include "shoal/detail/host_shared_buffer.h"
 
 namespace shoal {
@@ -159,27 +159,9 @@ class Group {
 // Collective.
 void agree(const Group& group, const std::string& subject, const std::vector<std::string>& items);
 
-// Partition of tensors into chunks of one dtype and device of at most `chunk_bytes` each. A larger tensor is a chunk of
-// its own.
-std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, int64_t chunk_bytes = 250LL << 20);
-
-// Broadcasts tensors of any layout from `root`, one collective per chunk of coalesced(). Blocks. Extra memory: one
-// chunk. Collective.
+// Broadcasts tensors of any layout from `root`, in chunks of one dtype and device of at most `chunk_bytes`; a larger tensor
+// is a chunk of its own. Blocks. Extra memory: one chunk. Collective.
 void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
                          int64_t chunk_bytes = 250LL << 20);
-
-// Weighted all-reduce of a sparse COO gradient: the sum of the values and the sum of the weights. A rank without a
-// gradient passes an undefined tensor, and one whose gradient is dense, as that of a tied embedding, the dense one, which
-// counts as one of one sparse dimension. Sizes, dtype and number of sparse dimensions are equal on all ranks
-// (DisagreeError). timeout: of each of its operations; default: the group's. Transfers the non-zero rows only. Blocks.
-// Collective.
-struct SparseSum {
-  at::Tensor sum;   // coalesced, or dense if a rank passed a dense tensor; undefined if no rank passed a tensor
-  double weight;    // sum over ranks
-  int64_t present;  // number of ranks that passed a tensor
-};
-SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::IntArrayRef sizes,
-                            const at::TensorOptions& options, double weight, const Label& label,
-                            std::optional<std::chrono::milliseconds> timeout = {});
 
 }  // namespace shoal

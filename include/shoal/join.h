@@ -28,8 +28,9 @@ class Joinable {
   // other ranks. Does nothing under no_sync, like them. Throws StepAbandoned if one of them fails. Collective.
   virtual void shadow() = 0;
 
-  // The functions below are called by Join.
-  //
+ private:
+  friend class Join;
+  friend class JoinAccess;  // src/engine/wrapper/join_access.h
   // Throws UsageError if the module's forward itself communicates, because shadow() cannot match that.
   virtual void check_shadow() const = 0;
   // Ends a step that failed on this rank.

@@ -61,8 +61,6 @@ struct DistributedOptimizerOptions {
   void validate() const;
 };
 
-using DistributedStep = ShardedStep;
-
 // Position of a shard of a parameter; all ranges are in elements.
 struct ParameterRange {
   std::string name;
@@ -83,8 +81,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
 
   DistributedOptimizerCore(const Modules& chunks, ParamGroups groups,
-                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Factory& make, bool cut,
-                           const Group& group, const DistributedOptimizerOptions& options);
+                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, const OptimizerFactory& make,
+                           bool element_wise, const Group& group, const DistributedOptimizerOptions& options);
   ~DistributedOptimizerCore() override;
 
   // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelCore::backward. Throws
@@ -97,10 +95,6 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // Communication of a step for which this rank has no batch, in a Join scope. Does nothing if backward does not
   // reduce. step() must be called on every rank in any case. Collective.
   void shadow() override;
-  void check_shadow() const override;
-  void settle() override;
-  void set_join_state(const std::optional<JoinState>& join_state) override;
-  void broadcast_model(int rank) override;
   // Reduces the accumulated gradients: first over the groups declared with all_reduce_grads(), then averaged over the
   // ranks and scattered. For overlap_grad_reduce = false; UsageError otherwise. Collective.
   void reduce_model_grads();
@@ -137,30 +131,28 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // Options and statistics of the optimizer on this rank; times of chunks are added up. Call it between steps. Not
   // collective.
   LoggingData logging_data() const;
-
-  // For Elastic. UsageError that names what cannot go on in another group.
-  void require_regroupable() const;
-  // Whether ranks of this group would share no parameters, so that each shard has a second owner.
-  bool is_apart_over(const Group& everybody) const;
-  // Whether ranks of other hosts have other shards.
-  bool shards_over_all() const;
-  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete,
-  // after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a further group.
-  // Collective over `group`.
-  void regroup(const Group& group, int64_t step);
-  // Called before the first gradient of each backward; nullptr: nothing.
-  void before_backward(std::function<void()> listener);
-  // The factor of this rank's gradients in the mean, from now on; none: 1 / ranks.
-  void set_share(std::optional<double> share);
-  // The single chunk's: gradients, parameters and buffers, module.
-  Reducer& reducer() const;
-  ModuleTensors tensors() const;
+  // The chunks.
   const Modules& modules() const;
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer);
-  static std::unique_ptr<State> make_state(const Modules& chunks, bool cut, const Group& group,
+  static std::unique_ptr<State> make_state(const Modules& chunks, bool element_wise, const Group& group,
                                            const DistributedOptimizerOptions& options);
+  friend class ElasticAccess;  // src/elastic/access.h
+  void require_regroupable() const;
+  bool needs_second_owners(const Group& job) const;
+  bool shards_across_hosts() const;
+  void regroup(const Group& group, int64_t step);
+  void before_backward(std::function<void()> listener);
+  void set_share(std::optional<double> share);
+  Reducer& reducer() const;
+  ModuleTensors tensors() const;
+  // For Join.
+  void check_shadow() const override;
+  void settle() override;
+  void set_join_state(const std::optional<JoinState>& join_state) override;
+  void broadcast_model(int rank) override;
+
   void connect_chunks();
   // UsageError that names what has no second owners.
   void require_second_owners() const;

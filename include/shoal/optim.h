@@ -15,6 +15,7 @@
 
 #include "shoal/detail/module_ref.h"
 #include "shoal/detail/optimizer_base.h"
+#include "shoal/optimizer_state.h"
 
 namespace shoal {
 

@@ -102,7 +102,7 @@ std::vector<std::string> plannable_strategies();
 //
 // Communicates with no one: one process plans for any number of ranks. UsageError for a strategy that cannot be
 // planned, for options that no planned strategy has, for a loss that is not one number with a gradient, for param
-// groups that leave out a trainable parameter, and for an optimizer whose state is not registered (shoal/optim.h).
+// groups that leave out a trainable parameter, and for an optimizer whose state is not registered (shoal/optimizer_state.h).
 Plan plan(const std::shared_ptr<torch::nn::Module>& module, const OptimizerRecipe& recipe,
           const PlanOptions& options = {});
 template <class Module>

@@ -10,6 +10,7 @@
 #include "shoal/decentralized.h"
 #include "shoal/detail/local_optimizer.h"
 #include "shoal/fsdp.h"
+#include "shoal/mean_parameters.h"
 #include "shoal/topology.h"
 
 namespace shoal {
@@ -42,10 +43,10 @@ HostGroups host_groups(const Group& group, std::optional<int> size = std::nullop
 // Type-independent part of ShardGossipOptimizer.
 class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
  public:
-  ShardGossipOptimizerCore(FullyShardedCore& parallel, const Group& across, ParamGroups groups,
-                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Factory& make,
-                           bool element_wise, const FullyShardedOptimizerOptions& options,
-                           const ShardGossipOptions& gossip);
+  ShardGossipOptimizerCore(FullyShardedCore& parallel, ParamGroups groups,
+                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, const OptimizerFactory& make,
+                           bool element_wise, const Group& across, const ShardGossipOptions& gossip,
+                           const FullyShardedOptimizerOptions& options);
   ~ShardGossipOptimizerCore() override;
 
   // A step without an update, for a host whose gradients are invalid (StepAbandoned): averages and publishes, and drops
@@ -53,12 +54,11 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void pass();
   // Sets the parameters of all hosts to their mean, bit-equal on all hosts. Collective over all ranks of all hosts.
   void global_avg();
-  // hold_mean() replaces the parameters by the mean over hosts, to be read or given to save_module(), until hold_own()
-  // restores them; a step and a checkpoint between them are UsageErrors. A checkpoint has the mean, too. Published
-  // values are unchanged, so training continues as if nothing had happened. Both are collective over all ranks of all
-  // hosts.
-  void hold_mean();
-  void hold_own();
+  // Scope in which parameters are the mean over hosts, to be read or given to save_module(). Steps and checkpoints in it are
+  // UsageErrors; a checkpoint has the mean, too. Published values are unchanged, so training continues as if nothing had
+  // happened. Collective over all ranks of all hosts; its end, over those of the host (communication errors are thrown by
+  // the next call). Must not outlive the optimizer.
+  [[nodiscard]] MeanParameters mean_parameters();
   // Consensus distance sqrt(mean over hosts of |x_i - x|^2), where x is the mean of the hosts' parameters x_i.
   // Collective over all ranks.
   double consensus_distance();
@@ -73,11 +73,6 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   // Ranks of `all` (the group passed to host_groups()) on the remaining hosts. Collective over them.
   Group remaining(const Group& all);
 
-  // For Elastic.
-  void require_regroupable(const FullyShardedCore& parallel, const Group& everybody) override;
-  void regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) override;
-  void unguard() override;
-
   struct Gossip;
 
  protected:
@@ -88,10 +83,17 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   bool moves_without_update() const override { return true; }
 
  private:
+  // For Elastic: see src/elastic/access.h.
+  void require_regroupable(const FullyShardedCore& parallel, const Group& job) override;
+  void regroup(FullyShardedCore& parallel, const Group& job, int64_t step) override;
+  void unguard() override;
+
   void open();
   void refuse_in_elastic_job(const char* what) const;
   void gather();
   void require_own_values() const;
+  void hold_mean();
+  void hold_own();
   void keep_own();
   void restore_own();
   void on_the_whole_host(const std::function<void()>& work);
@@ -116,7 +118,7 @@ std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
 //
 //   const auto hosts = shoal::host_groups(world.group());
 //   shoal::FullyShardedDataParallel parallel(model, hosts.inside);
-//   shoal::ShardGossipOptimizer<shoal::FusedAdamW> optimizer(parallel, hosts.across, torch::optim::AdamWOptions(1e-3));
+//   shoal::ShardGossipOptimizer<shoal::FusedAdamW> optimizer(parallel, torch::optim::AdamWOptions(1e-3), hosts.across);
 //   ...
 //   cross_entropy(parallel.forward(x), y).backward();  // gradients are the mean over the host
 //   optimizer.step();
@@ -136,11 +138,16 @@ template <class Local>
 class ShardGossipOptimizer : public ShardGossipOptimizerCore {
  public:
   template <class Defaults>
-  ShardGossipOptimizer(FullyShardedCore& parallel, const Group& across, const Defaults& defaults,
+  ShardGossipOptimizer(FullyShardedCore& parallel, ParamGroups groups, const Defaults& defaults, const Group& across,
                        const ShardGossipOptions& gossip = {}, const FullyShardedOptimizerOptions& options = {})
-      : ShardGossipOptimizerCore(parallel, across, ParamGroups(), detail::default_options<Local>(defaults),
-                                 detail::local_optimizer_maker<Local>(defaults), element_wise<Local>, options, gossip) {
-  }
+      : ShardGossipOptimizerCore(parallel, std::move(groups), detail::default_options<Local>(defaults),
+                                 detail::local_optimizer_maker<Local>(defaults), element_wise<Local>, across, gossip,
+                                 options) {}
+  // One param group with all trainable parameters.
+  template <class Defaults>
+  ShardGossipOptimizer(FullyShardedCore& parallel, const Defaults& defaults, const Group& across,
+                       const ShardGossipOptions& gossip = {}, const FullyShardedOptimizerOptions& options = {})
+      : ShardGossipOptimizer(parallel, ParamGroups(), defaults, across, gossip, options) {}
 };
 
 }  // namespace shoal

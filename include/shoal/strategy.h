@@ -14,11 +14,10 @@
 #include <vector>
 
 #include "shoal/decentralized.h"
-#include "shoal/detail/local_optimizer.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
-#include "shoal/optim.h"
+#include "shoal/optimizer_recipe.h"
 #include "shoal/precision.h"
 #include "shoal/wrap_policy.h"
 
@@ -74,32 +73,13 @@ class OptionValues {
   StrategyOptions values_;
 };
 
-// Recipe for an optimizer without parameters: sharded strategies make one per rank, for pieces of the parameters.
-struct OptimizerRecipe {
-  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-
-  std::function<ParamGroups(const torch::nn::Module& module)> groups{};  // none: one group of all trainable parameters
-  std::shared_ptr<const torch::optim::OptimizerOptions> defaults{};
-  std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)> make{};
-  bool element_wise = false;
-};
-
-//   shoal::optimizer_recipe<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3)), or of a learning rate alone
-template <class Optimizer, class Defaults>
-OptimizerRecipe optimizer_recipe(const Defaults& defaults, decltype(OptimizerRecipe::groups) groups = {}) {
-  return {.groups = std::move(groups),
-          .defaults = detail::default_options<Optimizer>(defaults),
-          .make = detail::local_optimizer_maker<Optimizer>(defaults),
-          .element_wise = element_wise<Optimizer>};
-}
-
 struct TrainingOptions {
   StrategyOptions options{};          // options of the strategy
   double clip_grad = 0;               // maximum norm of all gradients together; 0: no clipping
   Precision precision{};              // see precision_of(); the module already has its dtype
   std::optional<WrapPolicy> units{};  // for strategies that shard by units; none: the module is one unit
   // Only with Strategy::takes_schedule; otherwise make a schedule for optimizer().
-  ScheduleOf schedule{};
+  ScheduleFactory schedule{};
   uint64_t seed = 0;                                        // for random topologies
   std::vector<std::string> ignored{};                       // names of parameters and buffers that shoal ignores
   std::shared_ptr<CommunicationHook> communication_hook{};  // replaces the option compress, for strategies that have it

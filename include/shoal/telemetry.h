@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "shoal/detail/call_log.h"
+#include "shoal/call_log.h"
 #include "shoal/group.h"
 
 namespace shoal {

@@ -18,11 +18,11 @@
 #include "shoal/detail/data_parallel.h"
 #include "shoal/detail/elastic_training.h"
 #include "shoal/detail/inputs.h"
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "shoal/join.h"
+#include "shoal/optimizer_state.h"
 #include "shoal/strategy.h"
 #include "shoal/telemetry.h"
 
@@ -61,8 +61,6 @@ class TrainingCore : public ElasticTraining {
   virtual void zero_grad() { optimizer().zero_grad(); }
   // Call after an exception in a step; see DataParallelCore::abandon_step.
   virtual void abandon_step() {}
-  // Abandons a step that has failed on this rank, if there is one. Collective with the other ranks' step.
-  virtual void abandon_failed_step() {}
   // For Join.
   virtual Joinable& joinable();
 
@@ -112,26 +110,26 @@ class TrainingCore : public ElasticTraining {
   const Group& group() const { return group_; }
   // What the training was made of.
   const TrainingParts& parts() const { return *parts_; }
+  virtual const Precision& precision() const { return precision_; }
+  at::DeviceType device() const { return device_; }
 
-  // For Elastic.
-  void require_elastic() override;
-  void leave_groups() override;
-  void follow(const Group& group) override;
-  std::vector<std::string> description() const override;
-  // For replan(). open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty: none.
-  // updates_in_backward: backward has used the gradients that grad() shows.
-  virtual std::string open_scope() const { return {}; }
-  virtual bool updates_in_backward() const { return false; }
-
+ protected:
   // Called before and after the module's forward, as in DataParallelCore.
+  template <class Module>
+  friend class Training;
   virtual void before_forward() {}
   virtual void after_forward(const std::vector<at::Tensor>& /*outputs*/) {}
   virtual void forward_failed() {}
-  virtual const Precision& precision() const { return precision_; }
-  at::DeviceType device() const { return device_; }
   virtual TensorCast input_cast() const { return {}; }
 
- protected:
+  // For replan(). abandon_failed_step: abandons a step that has failed on this rank, if there is one; collective with the other ranks' step.
+  // open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty: none. updates_in_backward:
+  // backward has used the gradients that grad() shows.
+  friend class ReplanAccess;
+  virtual void abandon_failed_step() {}
+  virtual std::string open_scope() const { return {}; }
+  virtual bool updates_in_backward() const { return false; }
+
   [[noreturn]] void throw_unsupported(const std::string& what) const;
   // Groups in which the strategy communicates; a group may be there several times.
   virtual std::vector<Group> groups() const { return {group_}; }
@@ -143,6 +141,12 @@ class TrainingCore : public ElasticTraining {
   Precision precision_;
 
  private:
+  // For Elastic.
+  void require_elastic() override;
+  void leave_groups() override;
+  void follow(const Group& group) override;
+  std::vector<std::string> description() const override;
+
   at::DeviceType device_;
   std::shared_ptr<const TrainingParts> parts_;
   GroupStatistics former_{};      // of groups before the last change of the ranks
@@ -158,7 +162,7 @@ std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, st
 // options: none: options_for().
 Replanned replan_core(std::unique_ptr<TrainingCore>& core, const std::string& strategy,
                       const std::shared_ptr<torch::nn::Module>& module, const OptimizerRecipe& recipe,
-                      const std::optional<Group>& group, const Group& everyone,
+                      const std::optional<Group>& group, const Group& job,
                       const std::optional<TrainingOptions>& options);
 // The options for a strategy when none are given. Those of the same strategy stay; for another one, `options` and
 // communication_hook are left out, and precision is what precision_of() has for it under the same name (bf16_mixed: 16-bit
@@ -294,21 +298,21 @@ auto make_training(const std::string& strategy, Bare&& module, Rest&&... rest) {
 //
 // training: nothing on ranks that do not train yet; afterwards nothing on ranks that do not train any more. module: on
 // ranks that train, the training's; on others one of the same kind, whose values do not matter. group: the ranks that
-// continue; nothing on others. everyone: a group with all ranks that train before or after. Parameters of ranks that
-// leave have no values any more where their memory was the strategy's. Collective over `everyone`. Throws as
+// continue; nothing on others. job: a group with all ranks that train before or after. Parameters of ranks that
+// leave have no values any more where their memory was the strategy's. Collective over `job`. Throws as
 // Training::replan(), on every rank; UsageError also for a `group`, or a training, with ranks that are not in
-// `everyone`.
+// `job`.
 template <class Module>
 Replanned replan(std::optional<Training<Module>>& training, const std::string& strategy,
                  const std::shared_ptr<Module>& module, const OptimizerRecipe& recipe,
-                 const std::optional<Group>& group, const Group& everyone, const TrainingOptions& options = {}) {
+                 const std::optional<Group>& group, const Group& job, const TrainingOptions& options = {}) {
   auto core = training ? std::move(*training).release() : nullptr;
   const auto put_back = [&] {
     training.reset();
     if (core) training.emplace(module, std::move(core));
   };
   try {
-    auto done = replan_core(core, strategy, module, recipe, group, everyone, options);
+    auto done = replan_core(core, strategy, module, recipe, group, job, options);
     put_back();
     return done;
   } catch (...) {
@@ -319,8 +323,8 @@ Replanned replan(std::optional<Training<Module>>& training, const std::string& s
 template <class Module>
 Replanned replan(std::optional<Training<Module>>& training, const std::string& strategy,
                  const torch::nn::ModuleHolder<Module>& module, const OptimizerRecipe& recipe,
-                 const std::optional<Group>& group, const Group& everyone, const TrainingOptions& options = {}) {
-  return replan(training, strategy, module.ptr(), recipe, group, everyone, options);
+                 const std::optional<Group>& group, const Group& job, const TrainingOptions& options = {}) {
+  return replan(training, strategy, module.ptr(), recipe, group, job, options);
 }
 
 }  // namespace shoal

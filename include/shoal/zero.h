@@ -42,7 +42,7 @@ struct ShareSizes {
 class OSSCore : public ShardedOptimizerBase {
  public:
   // element_wise: shoal::element_wise of the local optimizer.
-  OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
+  OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, OptimizerFactory make,
           bool element_wise, const Group& group, const OSSOptions& options);
 
   // A step for scaled losses: unscales this rank's gradients and checks them for inf and NaN. If no rank finds any,
@@ -85,25 +85,17 @@ class OSSCore : public ShardedOptimizerBase {
   std::vector<at::Tensor> local_params() const;              // this rank's share
   ShareSizes share_sizes() const;
 
-  // For Elastic. everybody: the ranks of the job. They are those of the optimizer's group, or those of several hosts, equally
-  // many of each, and the group has those of this host. UsageError that names what cannot outlive a rank.
-  void require_regroupable(const Group& everybody);
-  // Whether ranks of other hosts own other parameters.
-  bool shards_over_all() const;
-  // Whether ranks of this group would share no parameters, so that each one has a second owner.
-  bool is_apart_over(const Group& everybody) const;
-  // Whether a rank updates the parameter.
-  bool has_owner(const at::Tensor& parameter) const;
-  // Goes on in another group, or in that of its ranks on this host, with the parameters and the state of the former one, all of
-  // whose steps are complete, after `step` steps. If it fails, it may be called again with a further group. Collective
-  // over `group`.
-  void regroup(const Group& group, int64_t step);
-
   struct State;
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
   friend class ShardedDataParallelCore;
+  friend class ElasticAccess;  // src/elastic/access.h
+  void require_regroupable(const Group& job);
+  bool shards_across_hosts() const;
+  bool needs_second_owners(const Group& job) const;
+  bool has_owner(const at::Tensor& parameter) const;
+  void regroup(const Group& group, int64_t step);
   State& state() const;
 };
 
@@ -195,19 +187,16 @@ class ShardedDataParallelCore : public DataParallelCore {
   // also within no_sync. Throws UsageError within a backward. Collective.
   void reduce();
 
-  // For Elastic. UsageError that names what cannot go on in another group, and if `optimizer` is not this wrapper's only one.
-  void require_regroupable(const torch::optim::Optimizer& optimizer) const;
-  // Goes on in the group of its optimizer, after `step` synchronising steps. The caller has dropped gradients. Collective.
-  void regroup(int64_t step);
-  // UsageError that names what does not go together with second owners of parameters.
-  void require_second_owners() const;
-  // Where its optimizer's parameters have second owners, they get sums of gradients from now on. Not collective.
-  void send_to_second_owners();
-
  protected:
   void prepare() override;
 
  private:
+  friend class ElasticAccess;
+  void require_regroupable(const torch::optim::Optimizer& optimizer) const;
+  void regroup(int64_t step);
+  void require_second_owners() const;
+  void send_to_second_owners();
+
   struct Sharding;
   void share();
   void freeze();

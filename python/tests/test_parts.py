@@ -158,9 +158,9 @@ def test_PY05_shard_gossip_has_no_checkpoints_while_it_shows_the_mean(tmp_path):
         shoal.checkpoint.save(tmp_path, training, step=1)
         with optimizer.mean_parameters():
             mean = model.full_state_dict()["weight"]
-            with pytest.raises(shoal.UsageError, match=r"within mean_parameters\(\)"):
+            with pytest.raises(shoal.UsageError, match=r"within a scope of mean_parameters\(\)"):
                 shoal.checkpoint.save(tmp_path, training, step=2)
-            with pytest.raises(shoal.UsageError, match=r"within mean_parameters\(\)"):
+            with pytest.raises(shoal.UsageError, match=r"within a scope of mean_parameters\(\)"):
                 shoal.checkpoint.load(tmp_path, training)
         assert not torch.equal(own, mean)
         assert torch.equal(model.full_state_dict()["weight"], own)

@@ -63,7 +63,7 @@ def test_PY05_the_loop_of_nanogpt():
                 x, y = models.batch("gpt", MICROS * step + micro, dist.get_rank())
                 loss = models.loss_of(model(x), y) / MICROS
                 loss.backward()
-            assert model._core.step() == step + 1
+            assert model._core.steps() == step + 1
             clip(0.5) if clip else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -171,9 +171,9 @@ def test_PY05_require_backward_grad_sync_is_the_scope_of_no_sync():
             model, _ = wrap(torch.nn.Linear(2, 1), None, None)
 
             def steps(model=model):
-                before = model._core.step()
+                before = model._core.steps()
                 model(torch.ones(1, 2)).sum().backward()
-                return model._core.step() - before
+                return model._core.steps() - before
 
             model.require_backward_grad_sync = True
             assert model.require_backward_grad_sync and steps() == 1

@@ -10,6 +10,7 @@
 
 #include "comm/group/hosts.h"
 #include "comm/membership/first_generation.h"
+#include "elastic/access.h"
 #include "elastic/wrapped_parts.h"
 #include "engine/sharded/second_copies.h"
 #include "engine/sharded/sharded_state.h"
@@ -35,12 +36,12 @@ class WithFSDP : public Wrapped {
         averages_(dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr) {
     // First, since a second Elastic meets hosts that may have become unequal, where ranks would refuse it for different reasons.
     if (averages_) fresh_cell(world);
-    parallel.require_regroupable();
-    optimizer.require_regroupable(parallel, world.group());
+    ElasticAccess::require_regroupable(parallel);
+    ElasticAccess::require_regroupable(optimizer, parallel, world.group());
   }
-  std::vector<at::Tensor> frozen_copies() const override { return parallel_.frozen_copies(); }
+  std::vector<at::Tensor> frozen_copies() const override { return ElasticAccess::frozen_copies(parallel_); }
   bool takes_shares() const override { return !averages_; }
-  void meet_behind_share() override { parallel_.meet_behind_share(); }
+  void meet_behind_share() override { ElasticAccess::meet_behind_share(parallel_); }
   std::string in_place_of_lost() const override {
     return averages_ ? "other ranks of its host, if any are left, update its share of the host's own parameters"
                      : Wrapped::in_place_of_lost();
@@ -51,21 +52,24 @@ class WithFSDP : public Wrapped {
   }
   bool shards_over_sockets() const override { return !averages_; }
   bool gives_shards(const Group& group) const override {
-    return !averages_ && (optimizer_.has_second_owners() || parallel_.has_pages_over(group));
+    return !averages_ &&
+           (ElasticAccess::has_second_owners(optimizer_) || ElasticAccess::needs_second_owners(parallel_, group));
   }
-  void come_without_shards() override { optimizer_.come_without_shards(); }
+  void come_without_shards() override { ElasticAccess::come_without_shards(optimizer_); }
   bool can_spare(const std::vector<int>& ranks) const override { return owners_are_left(optimizer_, ranks); }
   std::string why_closed() const override {
     return averages_ ? "its hosts have parameters of their own, which only ranks of the same host could give" : "";
   }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
-    return optimizer_.has_buffered_gradient(parameter);
+    return ElasticAccess::has_buffered_gradient(optimizer_, parameter);
   }
   void compute_shares(bool now) override {
-    parallel_.compute_shares(now);
+    ElasticAccess::compute_shares(parallel_, now);
     Wrapped::compute_shares(now);
   }
-  void regroup(const Group& group, int64_t step) override { optimizer_.regroup(parallel_, group, step); }
+  void regroup(const Group& group, int64_t step) override {
+    ElasticAccess::regroup(optimizer_, parallel_, group, step);
+  }
 
  private:
   FullyShardedCore& parallel_;
@@ -76,27 +80,29 @@ class WithFSDP : public Wrapped {
 class Megatron : public ElasticParts {
  public:
   explicit Megatron(DistributedOptimizerCore& optimizer) : ElasticParts(&optimizer), optimizer_(optimizer) {
-    optimizer.require_regroupable();
+    ElasticAccess::require_regroupable(optimizer);
   }
   torch::nn::Module& module() const override { return *optimizer_.modules().front(); }
-  int64_t step() const override { return optimizer_.reducer().step(); }
-  void before_backward(std::function<void()> listener) override { optimizer_.before_backward(std::move(listener)); }
+  int64_t step() const override { return ElasticAccess::reducer(optimizer_).step(); }
+  void before_backward(std::function<void()> listener) override {
+    ElasticAccess::before_backward(optimizer_, std::move(listener));
+  }
   NoSync no_sync(bool accumulate) override { return optimizer_.no_sync(accumulate); }
   torch::optim::Optimizer& optimizer() const override { return optimizer_; }
-  Reducer* reducer() const override { return &optimizer_.reducer(); }
-  ModuleTensors tensors() const override { return optimizer_.tensors(); }
-  void set_share(std::optional<double> share) override { optimizer_.set_share(share); }
+  Reducer* reducer() const override { return &ElasticAccess::reducer(optimizer_); }
+  ModuleTensors tensors() const override { return ElasticAccess::tensors(optimizer_); }
+  void set_share(std::optional<double> share) override { ElasticAccess::set_share(optimizer_, share); }
   LoggingData logging_data() const override { return optimizer_.logging_data(); }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
-    return optimizer_.has_buffered_gradient(parameter);
+    return ElasticAccess::has_buffered_gradient(optimizer_, parameter);
   }
-  bool shards_over_sockets() const override { return optimizer_.shards_over_all(); }
+  bool shards_over_sockets() const override { return ElasticAccess::shards_across_hosts(optimizer_); }
   bool gives_shards(const Group& group) const override {
-    return optimizer_.has_second_owners() || optimizer_.is_apart_over(group);
+    return ElasticAccess::has_second_owners(optimizer_) || ElasticAccess::needs_second_owners(optimizer_, group);
   }
-  void come_without_shards() override { optimizer_.come_without_shards(); }
+  void come_without_shards() override { ElasticAccess::come_without_shards(optimizer_); }
   bool can_spare(const std::vector<int>& ranks) const override { return owners_are_left(optimizer_, ranks); }
-  void regroup(const Group& group, int64_t step) override { optimizer_.regroup(group, step); }
+  void regroup(const Group& group, int64_t step) override { ElasticAccess::regroup(optimizer_, group, step); }
 
  private:
   DistributedOptimizerCore& optimizer_;
@@ -120,7 +126,7 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
   if (auto* ddp = dynamic_cast<DistributedDataParallelCore*>(&parallel)) {
     if (sharded == oss) return parts_of_ddp(world, *ddp, optimizer, oss);
   } else if (auto* sharded_ddp = dynamic_cast<ShardedDataParallelCore*>(&parallel)) {
-    sharded_ddp->require_regroupable(optimizer);
+    ElasticAccess::require_regroupable(*sharded_ddp, optimizer);
     return parts_of_sharded_ddp(world, *sharded_ddp, *oss);
   } else if (auto* fsdp = dynamic_cast<FullyShardedCore*>(&parallel)) {
     if (auto* fully_sharded = dynamic_cast<FullyShardedOptimizerCore*>(&optimizer)) {
@@ -133,14 +139,14 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
 }  // namespace
 
 bool owners_are_left(const ShardedOptimizerBase& optimizer, const std::vector<int>& ranks) {
-  if (!optimizer.has_second_owners()) return true;
-  const auto owners = second_owners(hosts_of(optimizer.everybody()));
+  if (!ElasticAccess::has_second_owners(optimizer)) return true;
+  const auto owners = second_owners(hosts_of(ElasticAccess::job(optimizer)));
   const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
   return std::none_of(ranks.begin(), ranks.end(), [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
 }
 
 ElasticParts::~ElasticParts() {
-  if (sharded_ != nullptr) sharded_->unguard();
+  if (sharded_ != nullptr) ElasticAccess::unguard(*sharded_);
 }
 
 std::vector<at::Tensor> ElasticParts::divided() const {
@@ -156,57 +162,57 @@ std::string ElasticParts::why_one_host() const {
 }
 
 void ElasticParts::guard() {
-  if (sharded_ != nullptr) sharded_->guard();
+  if (sharded_ != nullptr) ElasticAccess::guard(*sharded_);
 }
 
 void ElasticParts::compute_shares(bool now) {
-  if (sharded_ != nullptr) sharded_->compute_shares(now);
+  if (sharded_ != nullptr) ElasticAccess::compute_shares(*sharded_, now);
 }
 
 bool ElasticParts::prepare_commit() {
-  return sharded_ != nullptr && sharded_->prepare_commit();
+  return sharded_ != nullptr && ElasticAccess::prepare_commit(*sharded_);
 }
 
 void ElasticParts::commit(bool map) {
-  if (sharded_ != nullptr) sharded_->commit(map);
+  if (sharded_ != nullptr) ElasticAccess::commit(*sharded_, map);
 }
 
 void ElasticParts::publish_update() {
-  if (sharded_ != nullptr) sharded_->publish_update();
+  if (sharded_ != nullptr) ElasticAccess::publish_update(*sharded_);
 }
 
 std::shared_ptr<void> ElasticParts::begin_update() {
-  if (sharded_ != nullptr && sharded_->has_second_owners()) sharded_->allow_update();
+  if (sharded_ != nullptr && ElasticAccess::has_second_owners(*sharded_)) ElasticAccess::allow_update(*sharded_);
   return nullptr;
 }
 
 bool ElasticParts::update_was_refused() const {
-  return sharded_ != nullptr && sharded_->update_was_refused();
+  return sharded_ != nullptr && ElasticAccess::update_was_refused(*sharded_);
 }
 
 bool ElasticParts::misses_update() const {
-  return sharded_ != nullptr && sharded_->misses_update();
+  return sharded_ != nullptr && ElasticAccess::misses_update(*sharded_);
 }
 
 std::optional<int64_t> ElasticParts::updates_to_compare() const {
-  return sharded_ != nullptr ? sharded_->updates_to_compare() : std::nullopt;
+  return sharded_ != nullptr ? ElasticAccess::updates_to_compare(*sharded_) : std::nullopt;
 }
 
 bool ElasticParts::has_replicas() const {
-  return sharded_ != nullptr && sharded_->has_replicas();
+  return sharded_ != nullptr && ElasticAccess::has_replicas(*sharded_);
 }
 
 void ElasticParts::map_on_host(bool map) {
-  sharded_->map_on_host(map);
+  ElasticAccess::map_on_host(*sharded_, map);
 }
 
 bool ElasticParts::commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide) {
-  return sharded_->commit_over_hosts(came, decide);
+  return ElasticAccess::commit_over_hosts(*sharded_, came, decide);
 }
 
 void ElasticParts::visit_state(
     const std::function<void(const std::string& name, const NamedState& state)>& visit) const {
-  if (sharded_ != nullptr) return sharded_->visit_state(module(), visit);
+  if (sharded_ != nullptr) return ElasticAccess::visit_state(*sharded_, module(), visit);
   const auto& states = optimizer().state();
   for (const auto& piece : pieces_of(optimizer(), module())) {
     const auto found = states.find(piece.updated.unsafeGetTensorImpl());
@@ -215,7 +221,7 @@ void ElasticParts::visit_state(
 }
 
 void ElasticParts::take_state(const OptimizerState& whole) const {
-  sharded_ != nullptr ? sharded_->take_state(module(), whole)
+  sharded_ != nullptr ? ElasticAccess::take_state(*sharded_, module(), whole)
                       : load_optimizer_state(optimizer(), module(), whole, StateDtypes::kept);
 }
 
@@ -230,7 +236,7 @@ int64_t ElasticParts::updated_elements() const {
 
 std::string ElasticParts::in_place_of_lost() const {
   if (sharded_ == nullptr) return "every rank has all parameters and their state";
-  if (sharded_->has_second_owners())
+  if (ElasticAccess::has_second_owners(*sharded_))
     return "its shards were on other ranks, too, and are divided among all that are left";
   return has_replicas() ? "other ranks of its host, if any are left, update its share of the parameters, which other "
                           "hosts have, too"
@@ -239,17 +245,18 @@ std::string ElasticParts::in_place_of_lost() const {
 
 std::string ElasticParts::lost_shards() const {
   if (sharded_ == nullptr) return "no shard is lost: each rank that is left has all parameters and their state";
-  if (sharded_->has_second_owners()) return "each shard was on two ranks, and is lost where both have ended";
+  if (ElasticAccess::has_second_owners(*sharded_))
+    return "each shard was on two ranks, and is lost where both have ended";
   return has_replicas() ? "no shard is lost: each host that is left has all parameters and their state"
                         : "no shard is lost: the ranks that are left have all parameters and their state";
 }
 
 std::vector<std::string> ElasticParts::description() const {
-  return sharded_ != nullptr ? sharded_->description() : std::vector<std::string>();
+  return sharded_ != nullptr ? ElasticAccess::description(*sharded_) : std::vector<std::string>();
 }
 
 GradScaler* ElasticParts::own_scaler() const {
-  return sharded_ != nullptr ? sharded_->own_scaler() : nullptr;
+  return sharded_ != nullptr ? ElasticAccess::own_scaler(*sharded_) : nullptr;
 }
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
@@ -260,7 +267,7 @@ std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore
   }
   auto parts = parts_of(world, parallel, optimizer);
   if (const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&optimizer)) {
-    require_group_of(world, sharded->everybody());
+    require_group_of(world, ElasticAccess::job(*sharded));
   }
   return parts;
 }
@@ -272,12 +279,12 @@ std::unique_ptr<ElasticParts> elastic_parts(const World& world, DistributedOptim
 }
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, ElasticTraining& training) {
-  training.require_elastic();
-  if (auto* updates = training.local_updates()) return elastic_parts(world, *updates);
+  ElasticAccess::require_elastic(training);
+  if (auto* updates = ElasticAccess::local_updates(training)) return elastic_parts(world, *updates);
   if (auto* optimizer = dynamic_cast<DistributedOptimizerCore*>(&training.optimizer())) {
     return elastic_parts(world, *optimizer);
   }
-  return elastic_parts(world, *training.data_parallel(), training.optimizer());
+  return elastic_parts(world, *ElasticAccess::data_parallel(training), training.optimizer());
 }
 
 }  // namespace shoal

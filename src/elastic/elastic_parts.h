@@ -15,7 +15,7 @@
 #include "shoal/ddp.h"
 #include "shoal/detail/elastic_training.h"
 #include "shoal/detail/sharded_optimizer.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "shoal/telemetry.h"
 #include "shoal/world.h"
@@ -74,7 +74,7 @@ class ElasticParts {
   // Whether each rank updates only its share.
   bool sharded() const { return sharded_ != nullptr; }
   // Whether a rank that has the gradients of a step can finish it by itself. Otherwise all need commit().
-  bool finishes_alone() const { return sharded_ == nullptr || sharded_->has_second_owners(); }
+  bool finishes_alone() const;
   // Once the world is that of an elastic job. Collective.
   virtual void guard();
   // While true, what needs all shares of a rank is refused.

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "checkpoint/folder.h"
+#include "elastic/access.h"
 #include "elastic/elastic_state.h"
 #include "elastic/told.h"
 
@@ -39,7 +40,7 @@ void Elastic::State::recover(const std::function<void()>* update, std::optional<
   int late = 0;
   bool with_newcomers = false;
   while (true) {
-    if (training != nullptr) training->leave_groups();
+    if (training != nullptr) ElasticAccess::leave_groups(*training);
     generations->recover(least_ranks);
     with_newcomers = with_newcomers || generations->has_newcomers();
     // Newcomers get the state within the world's limit.
@@ -51,7 +52,7 @@ void Elastic::State::recover(const std::function<void()>* update, std::optional<
         begin_admission();
       }
       parts->regroup(world.group(), steps_before + done);
-      if (training != nullptr) training->follow(world.group());
+      if (training != nullptr) ElasticAccess::follow(*training, world.group());
       generations->complete(trial);
       decisions = 0;
       begin_trial();

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "comm/group/no_communication.h"
+#include "elastic/access.h"
 #include "elastic/elastic_state.h"
 #include "engine/sharded/early_use.h"
 
@@ -265,7 +266,7 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
   try {
     begin_step(count);
     compute();
-    if (training != nullptr) training->prepare_step();
+    if (training != nullptr) ElasticAccess::prepare_step(*training);
     if (generations->has_trial()) compare_in_trial();
     commit();
   } catch (const CommError& error) {

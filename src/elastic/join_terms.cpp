@@ -14,6 +14,7 @@
 #include <typeinfo>
 
 #include "base/printable.h"
+#include "elastic/access.h"
 #include "engine/wrapper/logging.h"
 #include "optim/named_options.h"
 #include "optim/state.h"
@@ -81,7 +82,7 @@ JoinTerms::JoinTerms(const ElasticParts& parts, const DistributedSampler* sample
 
 GradScaler* JoinTerms::scaler() const {
   if (options_.scaler != nullptr || training_ == nullptr) return options_.scaler;
-  return training_->loss_scaler();
+  return ElasticAccess::loss_scaler(*training_);
 }
 
 std::string JoinTerms::why_closed() const {
@@ -146,7 +147,7 @@ std::vector<std::string> JoinTerms::lines() const {
     lines.insert(lines.end(), more.begin(), more.end());
   };
   append(parts_.description());
-  if (training_ != nullptr) append(training_->description());
+  if (training_ != nullptr) append(ElasticAccess::description(*training_));
   const auto& groups = optimizer.param_groups();
   std::map<const c10::TensorImpl*, std::string> names;
   for (const auto& entry : parts_.tensors().parameters) names[entry.tensor.unsafeGetTensorImpl()] = entry.name;

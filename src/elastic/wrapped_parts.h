@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "elastic/access.h"
 #include "elastic/elastic_parts.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "shoal/zero.h"
@@ -19,8 +20,10 @@ class Wrapped : public ElasticParts {
       : ElasticParts(sharded), parallel_(parallel), optimizer_(optimizer) {}
 
   torch::nn::Module& module() const override { return *parallel_.module(); }
-  int64_t step() const override { return parallel_.step(); }
-  void before_backward(std::function<void()> listener) override { parallel_.before_backward(std::move(listener)); }
+  int64_t step() const override { return parallel_.steps(); }
+  void before_backward(std::function<void()> listener) override {
+    ElasticAccess::before_backward(parallel_, std::move(listener));
+  }
   NoSync no_sync(bool accumulate) override { return parallel_.no_sync(accumulate); }
   torch::optim::Optimizer& optimizer() const override { return optimizer_; }
   Reducer* reducer() const override { return &reducer_of(parallel_); }

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <set>
 
+#include "elastic/access.h"
 #include "elastic/wrapped_parts.h"
 #include "shoal/error.h"
 
@@ -18,16 +19,17 @@ class WithOSS : public Wrapped {
  public:
   WithOSS(DataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
       : Wrapped(parallel, optimizer, oss), oss_(oss) {}
-  bool shards_over_sockets() const override { return oss_ != nullptr && oss_->shards_over_all(); }
+  bool shards_over_sockets() const override { return oss_ != nullptr && ElasticAccess::shards_across_hosts(*oss_); }
   bool gives_shards(const Group& group) const override {
-    return oss_ != nullptr && (oss_->has_second_owners() || oss_->is_apart_over(group));
+    return oss_ != nullptr &&
+           (ElasticAccess::has_second_owners(*oss_) || ElasticAccess::needs_second_owners(*oss_, group));
   }
-  void come_without_shards() override { oss_->come_without_shards(); }
+  void come_without_shards() override { ElasticAccess::come_without_shards(*oss_); }
   std::vector<at::Tensor> divided() const override {
     std::vector<at::Tensor> list;
     for (const auto& group : optimizer().param_groups()) {
       std::copy_if(group.params().begin(), group.params().end(), std::back_inserter(list),
-                   [this](const at::Tensor& parameter) { return oss_->has_owner(parameter); });
+                   [this](const at::Tensor& parameter) { return ElasticAccess::has_owner(*oss_, parameter); });
     }
     return list;
   }
@@ -50,7 +52,7 @@ class WithOSS : public Wrapped {
     if (oss_ == nullptr) return lines;
     std::vector<std::string> list;
     for (const auto& entry : tensors().parameters) {
-      if (!oss_->has_owner(entry.tensor)) list.push_back(entry.name);
+      if (!ElasticAccess::has_owner(*oss_, entry.tensor)) list.push_back(entry.name);
     }
     if (list.empty()) list.emplace_back("none");
     lines.push_back(
@@ -71,9 +73,9 @@ class WithOSS : public Wrapped {
  private:
   // A lone rank may have sparse gradients. Others could neither finish its update with them nor make it a second time.
   std::string why_not_dense() const {
-    if (oss_ == nullptr || !oss_->shards_over_all()) return "";
+    if (oss_ == nullptr || !ElasticAccess::shards_across_hosts(*oss_)) return "";
     for (const auto& entry : tensors().parameters) {
-      if (!entry.sparse_gradient || !oss_->has_owner(entry.tensor)) continue;
+      if (!entry.sparse_gradient || !ElasticAccess::has_owner(*oss_, entry.tensor)) continue;
       return fmt::format(
           "sparse gradients, such as that of {}, are not supported with OSS over several ranks: make them dense",
           entry.name);
@@ -88,16 +90,16 @@ class WithDDP : public WithOSS {
  public:
   WithDDP(const World& world, DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
       : WithOSS(parallel, optimizer, oss), parallel_(parallel) {
-    parallel.require_regroupable();
-    parallel.check_optimizer(optimizer, "Elastic");
-    if (oss != nullptr) oss->require_regroupable(world.group());
+    ElasticAccess::require_regroupable(parallel);
+    ElasticAccess::check_optimizer(parallel, optimizer);
+    if (oss != nullptr) ElasticAccess::require_regroupable(*oss, world.group());
     require_dense(world.group());
   }
   std::string why_one_host() const override { return ""; }  // all ranks have all sums
   void regroup(const Group& group, int64_t step) override {
     require_dense(group);
-    if (oss() != nullptr) oss()->regroup(group, step);
-    parallel_.regroup(group, step, oss() != nullptr);
+    if (oss() != nullptr) ElasticAccess::regroup(*oss(), group, step);
+    ElasticAccess::regroup(parallel_, group, step, oss() != nullptr);
   }
 
  private:
@@ -108,22 +110,22 @@ class WithShardedDDP : public WithOSS {
  public:
   WithShardedDDP(const World& world, ShardedDataParallelCore& parallel, OSSCore& oss)
       : WithOSS(parallel, oss, &oss), parallel_(parallel) {
-    oss.require_regroupable(world.group());
+    ElasticAccess::require_regroupable(oss, world.group());
     require_second_owners(world.group());
   }
   void guard() override {
     Wrapped::guard();
-    parallel_.send_to_second_owners();
+    ElasticAccess::send_to_second_owners(parallel_);
   }
   void regroup(const Group& group, int64_t step) override {
     require_second_owners(group);  // which the ranks before may not have needed
-    oss()->regroup(group, step);
-    parallel_.regroup(step);
+    ElasticAccess::regroup(*oss(), group, step);
+    ElasticAccess::regroup(parallel_, step);
   }
 
  private:
   void require_second_owners(const Group& group) const {
-    if (oss()->is_apart_over(group)) parallel_.require_second_owners();
+    if (ElasticAccess::needs_second_owners(*oss(), group)) ElasticAccess::require_second_owners(parallel_);
     require_dense(group);
   }
 

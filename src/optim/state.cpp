@@ -89,7 +89,7 @@ const detail::StateKind& find_kind(const std::string& type, const Matches& match
   if (found != all.kinds.end()) return *found;
   throw UsageError(
       fmt::format("the per-parameter state of {} is unknown; declare its fields with shoal::register_state "
-                  "(shoal/detail/register_state.h)",
+                  "(shoal/optimizer_state.h)",
                   type));
 }
 

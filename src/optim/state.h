@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "shoal/detail/register_state.h"
+#include "shoal/optimizer_state.h"
 
 namespace shoal {
 

@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 
+#include "comm/group/coalesce.h"
 #include "comm/transport/dry_run.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "engine/wrapper/join_access.h"
 #include "shoal/training.h"
 
 namespace shoal {
@@ -67,7 +68,7 @@ class WrappedTraining : public Base {
   void abandon_step() override { wrapper().abandon_step(); }
   void abandon_failed_step() override {
     if constexpr (std::is_base_of_v<Joinable, Core>) {
-      wrapper().settle();
+      JoinAccess::settle(wrapper());
     } else {
       wrapper().abandon_step();
     }

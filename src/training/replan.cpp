@@ -23,6 +23,15 @@
 #include "training/released_module.h"
 
 namespace shoal {
+
+// Functions of TrainingCore that only replan() calls.
+class ReplanAccess {
+ public:
+  static void abandon_failed_step(TrainingCore& core) { core.abandon_failed_step(); }
+  static std::string open_scope(const TrainingCore& core) { return core.open_scope(); }
+  static bool updates_in_backward(const TrainingCore& core) { return core.updates_in_backward(); }
+};
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -58,7 +67,7 @@ Place place_in(const std::optional<Group>& group) {
 }
 
 // Number of ranks that have a place. UsageError unless all ranks of one group are there.
-int ranks_of(const std::vector<Place>& places, const char* which, const Group& everyone) {
+int ranks_of(const std::vector<Place>& places, const char* which, const Group& job) {
   int size = 0;
   int found = 0;
   std::vector<bool> taken;
@@ -73,17 +82,17 @@ int ranks_of(const std::vector<Place>& places, const char* which, const Group& e
   }
   if (found == size && size > 0) return size;
   throw UsageError(
-      fmt::format("replan: the group {} the change has {} ranks, of which {} are among the {} that call it; `everyone` "
+      fmt::format("replan: the group {} the change has {} ranks, of which {} are among the {} that call it; `job` "
                   "must contain all of them",
-                  which, size, found, everyone.size()));
+                  which, size, found, job.size()));
 }
 
 // One call of replan() on one rank.
 class Change {
  public:
   Change(std::unique_ptr<TrainingCore>& core, const std::shared_ptr<torch::nn::Module>& module,
-         const std::optional<Group>& group, const Group& everyone)
-      : core_(core), module_(module), after_(group), everyone_(everyone) {
+         const std::optional<Group>& group, const Group& job)
+      : core_(core), module_(module), after_(group), job_(job) {
     if (core_) from_.emplace(core_->parts());
     if (core_) before_ = from_->group = core_->active_group().value_or(core_->group());
   }
@@ -92,13 +101,13 @@ class Change {
                 const std::optional<TrainingOptions>& given) {
     const auto start = Clock::now();
     const bool within_backward = BackwardTracker::in_backward();
-    if (core_ && !within_backward) core_->abandon_failed_step();
-    on_all_ranks(everyone_, replan_subject, [&] {
+    if (core_ && !within_backward) ReplanAccess::abandon_failed_step(*core_);
+    on_all_ranks(job_, replan_subject, [&] {
       if (within_backward) throw UsageError("replan: called within a backward; call it between two steps");
       check_end_of_step();
       check_target(strategy, recipe, given ? *given : options_for(*core_, strategy));
     });
-    agree(everyone_, "the arguments of replan", arguments_of(strategy, recipe, to_->options));
+    agree(job_, "the arguments of replan", arguments_of(strategy, recipe, to_->options));
     count_ranks();
     hold();
     release_module(*module_, to_->options.ignored, precision_before(), to_->options.precision);
@@ -117,10 +126,10 @@ class Change {
  private:
   void check_end_of_step() const {
     if (!core_) return;
-    const auto scope = core_->open_scope();
+    const auto scope = ReplanAccess::open_scope(*core_);
     if (!scope.empty()) throw UsageError(fmt::format("replan: called within {}; end that scope before", scope));
     const auto parameter =
-        parameter_with_gradient(*from_->module, from_->options.ignored, core_->updates_in_backward());
+        parameter_with_gradient(*from_->module, from_->options.ignored, ReplanAccess::updates_in_backward(*core_));
     if (!parameter.empty()) {
       throw UsageError(
           fmt::format("replan: parameter {} has a gradient, which would be lost; call it after step() and zero_grad(), "
@@ -133,7 +142,7 @@ class Change {
   void check_target(const std::string& strategy, const OptimizerRecipe& recipe, const TrainingOptions& options) {
     if (!module_) throw UsageError("replan: the module is nullptr");
     if (from_ && from_->module != module_) throw UsageError("replan: the module is not the training's own");
-    to_.emplace(checked_parts(strategy, module_, recipe, after_.value_or(everyone_), options));
+    to_.emplace(checked_parts(strategy, module_, recipe, after_.value_or(job_), options));
     refuse_alone(to_->strategy);
   }
 
@@ -146,18 +155,18 @@ class Change {
   void count_ranks() {
     const auto before = place_in(before_);
     const auto after = place_in(after_);
-    auto all = at::empty({4 * everyone_.size()}, at::kLong);
+    auto all = at::empty({4 * job_.size()}, at::kLong);
     const auto own = at::tensor(std::vector<int64_t>{before.rank, before.size, after.rank, after.size}, at::kLong);
-    everyone_.all_gather(all, own, {-1, -1, "ranks of the training"}).wait();
+    job_.all_gather(all, own, {-1, -1, "ranks of the training"}).wait();
     std::vector<Place> befores;
     std::vector<Place> afters;
-    for (int rank = 0; rank < everyone_.size(); ++rank) {
+    for (int rank = 0; rank < job_.size(); ++rank) {
       const auto* numbers = all.const_data_ptr<int64_t>() + 4 * rank;
       befores.push_back({static_cast<int>(numbers[0]), static_cast<int>(numbers[1])});
       afters.push_back({static_cast<int>(numbers[2]), static_cast<int>(numbers[3])});
     }
-    result_.ranks_before = ranks_of(befores, "before", everyone_);
-    result_.ranks = ranks_of(afters, "after", everyone_);
+    result_.ranks_before = ranks_of(befores, "before", job_);
+    result_.ranks = ranks_of(afters, "after", job_);
   }
 
   // Takes the training's state into memory that does not belong to it.
@@ -172,7 +181,7 @@ class Change {
                                 .rank = group.rank(),
                                 .ranks = group.size()});
     }
-    source_ = std::make_shared<MemorySource>(everyone_, replan_subject, held);
+    source_ = std::make_shared<MemorySource>(job_, replan_subject, held);
   }
 
   // Of a module that comes new it is that of the target.
@@ -194,7 +203,7 @@ class Change {
       source_->close();
     }
     try {
-      on_all_ranks(everyone_, replan_subject, [&] {
+      on_all_ranks(job_, replan_subject, [&] {
         if (failure) std::rethrow_exception(failure);
       });
     } catch (const CommError&) {
@@ -252,7 +261,7 @@ class Change {
   std::optional<TrainingParts> to_{};
   std::optional<Group> before_{};
   std::optional<Group> after_{};
-  Group everyone_;
+  Group job_;
   std::shared_ptr<MemorySource> source_{};
   Replanned result_{};
 };
@@ -302,9 +311,9 @@ TrainingOptions options_for(const TrainingCore& core, const std::string& strateg
 
 Replanned replan_core(std::unique_ptr<TrainingCore>& core, const std::string& strategy,
                       const std::shared_ptr<torch::nn::Module>& module, const OptimizerRecipe& recipe,
-                      const std::optional<Group>& group, const Group& everyone,
+                      const std::optional<Group>& group, const Group& job,
                       const std::optional<TrainingOptions>& options) {
-  return Change(core, module, group, everyone).run(strategy, recipe, options);
+  return Change(core, module, group, job).run(strategy, recipe, options);
 }
 
 }  // namespace shoal

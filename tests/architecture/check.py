@@ -19,14 +19,14 @@ ALLOWED["cli"] = set(ORDER) | {"loop", "elastic", "launch", "models", "data", "c
 # Public headers are flat. Each belongs to the lowest layer that may include it.
 HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm", "call_log": "comm", "group": "comm",
            "host_shared_buffer": "comm", "local_optimizer": "base", "telemetry": "comm", "world": "comm", "deferred_init": "module",
-           "module_ref": "module", "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
-           "optimizer_state": "optim", "precision": "optim", "register_state": "optim", "schedules": "optim",
-           "data": "loop", "elastic": "elastic", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "elastic_training": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
-           "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
-           "fsdp": "strategy", "local_sgd": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
+           "module_ref": "module", "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim", "optimizer_recipe": "optim",
+           "optimizer_state": "optim", "precision": "optim", "schedules": "optim",
+           "data": "loop", "elastic": "elastic", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "elastic_training": "engine", "hooks": "engine", "forward_tensors": "engine", "inputs": "engine", "join": "engine", "mean_parameters": "engine",
+           "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
+           "fsdp": "strategy", "local_updates": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
            "shard_gossip": "strategy", "strategy": "training", "training": "training", "bench": "planning", "plan": "planning", "zero": "strategy"}
-# Headers of a strategy that are not named after it.
-STRATEGIES = {"optimizer_in_backward": "ddp", "local_sgd": "local_updates"}
+# A header of a strategy that is not named after it.
+STRATEGIES = {"optimizer_in_backward": "ddp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.M)
 COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/', re.S)
 
@@ -129,6 +129,22 @@ def check_names(path, text):
         yield "%s: MPI outside src/comm/mpi/" % path
     if re.search(r"ProcessGroupGloo|<gloo/|\"gloo/", text) and path != "src/comm/transport/gloo.cpp":
         yield "%s: Gloo outside src/comm/transport/gloo.cpp" % path
+
+
+# What a user is told to include.
+DETAIL = re.compile(r"\bdetail/\w+\.h\b")
+
+
+def check_advice(root, files):
+    """Errors and pages that name a header of detail/, which is not for users."""
+    for path, text in sorted(files.items()):
+        if any(DETAIL.search(line) and '"' in line for line in text.splitlines() if not INCLUDE.match(line)):
+            yield "%s: an error names a header of detail/" % path
+    for folder, _, names in os.walk(os.path.join(root, "docs")):
+        for name in names:
+            with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as f:
+                if name.endswith(".md") and DETAIL.search(f.read()):
+                    yield "%s: names a header of detail/" % os.path.relpath(os.path.join(folder, name), root)
 
 
 # Classes of the engine have one job each.
@@ -240,7 +256,7 @@ def violations(root):
         found += [line for line in (check_layers(path, target) for target in targets) if line]
         found += check_names(path, text)
         found += check_sizes(path, text)
-    return found + list(check_one_definition(files)) + cycles(graph)
+    return found + list(check_one_definition(files)) + list(check_advice(root, files)) + cycles(graph)
 
 
 def main():

@@ -27,6 +27,8 @@ PLANTED = [
      "Large has 21 data members"),
     ("src/engine/buckets/bucket.h", 'const char open = \'{\';\nnamespace shoal {\nclass World final : public Other {};\n}\n',
      "shoal::World is defined in include/shoal/world.h and in src/engine/buckets/bucket.h"),
+    ("src/optim/state.cpp", 'const char* advice = "see shoal/detail/range.h";\n', "an error names a header of detail/"),
+    ("docs/a.md", "Include `shoal/detail/range.h`.\n", "names a header of detail/"),
     ("src/nowhere/a.cpp", '#include "shoal/error.h"\n', "is not in the order of layers"),
     ("include/shoal/ddp.h", "// As in DDP07.\n", "a comment names DDP07"),
     ("src/layout/other.h", "#pragma once\n// What a rank holds.\n", "opens with 'What'"),

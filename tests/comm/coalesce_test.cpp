@@ -1,5 +1,6 @@
 // Many tensors in one collective, and sparse ones.
 
+#include "comm/group/coalesce.h"
 #include "shoal/group.h"
 
 #include <utility>

@@ -45,9 +45,9 @@ class Decentralized : public Callable<Decentralized<Module>, Module> {
     if (setup.scaler) model->to(at::kFloat);
     return model;
   }
-  static OptimizerOfNamed optimizer_of(const Setup& setup) {
+  static OptimizerRecipe optimizer_of(const Setup& setup) {
     return with_optimizer(
-        setup, [](const auto& defaults, auto of) { return optimizer_with<typename decltype(of)::type>(defaults); });
+        setup, [](const auto& defaults, auto of) { return optimizer_recipe<typename decltype(of)::type>(defaults); });
   }
   static DecentralizedDataParallelOptions options(const Setup& setup, const Group& group) {
     DecentralizedDataParallelOptions options{.topology = make_topology("complete", group.size()),

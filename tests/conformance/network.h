@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "shoal/detail/outputs.h"
+#include "shoal/forward_tensors.h"
 
 namespace shoal::test {
 

@@ -4,7 +4,7 @@
 #include "engine/gradients/gradient_norm.h"
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/zero.h"
 #include "tests/conformance/trained.h"
 

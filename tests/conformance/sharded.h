@@ -248,7 +248,7 @@ class Gossip : public WithFsdp<Gossip<Module>, Module> {
                                     .neighbour_timeout_seconds = 30};
     optimizer_ = with_optimizer(setup, [&](const auto& defaults, auto of) -> std::unique_ptr<ShardGossipOptimizerCore> {
       return std::make_unique<ShardGossipOptimizer<typename decltype(of)::type>>(
-          this->parallel_, hosts.across, defaults, gossip,
+          this->parallel_, defaults, hosts.across, gossip,
           FullyShardedOptimizerOptions{.clip_grad = setup.clip, .scaler = setup.scaler});
     });
     this->sharded_ = optimizer_.get();

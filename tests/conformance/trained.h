@@ -15,7 +15,7 @@
 #include <variant>
 #include <vector>
 
-#include "shoal/detail/optimizer_state.h"
+#include "shoal/optimizer_state.h"
 #include "shoal/precision.h"
 #include "tests/conformance/network.h"
 

@@ -9,7 +9,7 @@
 #include "shoal/ddp.h"
 #include "shoal/fsdp.h"
 #include "shoal/group.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "tests/conformance/trained.h"
 

@@ -75,7 +75,7 @@ TEST_F(ElasticGossip, ELA12_what_would_not_outlive_a_rank_is_refused_by_name) {
                            const ElasticOptions& options) {
       const auto net = std::make_shared<test::Net>();
       FullyShardedDataParallel<test::Net> parallel(net, inside);
-      ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, across, torch::optim::SGDOptions(0.1), gossip);
+      ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, torch::optim::SGDOptions(0.1), across, gossip);
       return test::refusal([&] {
         DistributedSampler sampler(64, world.group());
         const Elastic elastic(world, parallel, optimizer, sampler, options);
@@ -126,13 +126,12 @@ TEST_F(ElasticGossip, ELA12_a_rank_ends_while_the_mean_of_the_hosts_is_held) {
             std::vector<int64_t> hashes;
             elastic->together([&] {
               if (early && self == 2) std::raise(SIGKILL);
-              optimizer.hold_mean();
+              const auto mean = optimizer.mean_parameters();
               if (self == 2) std::raise(SIGKILL);
               const auto own = static_cast<int64_t>(hash_of_parameters(*net) >> 1);
               auto all = at::empty({world.size()}, at::kLong);
               world.group().all_gather(all, at::full({1}, own, at::kLong)).wait();
               hashes.assign(all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + all.numel());
-              optimizer.hold_own();
             });
             if (hashes.size() != 3 || hashes[0] != hashes[1] || hashes[0] != hashes[2]) return "no mean";
             if (hashes[0] == static_cast<int64_t>(before >> 1)) return "the mean is the host's own values";
@@ -200,8 +199,7 @@ TEST_F(ElasticGossip, ELA12_plain_steps_go_on_after_an_elastic_loop_that_has_los
       optimizer.zero_grad();
     }
     if (optimizer.consensus_distance() <= 0) return "no distance";
-    optimizer.hold_mean();
-    optimizer.hold_own();
+    { const auto mean = optimizer.mean_parameters(); }
     optimizer.global_avg();
     auto text =
         fmt::format("{} ranks, {} near", world.size(), optimizer.consensus_distance() < 1e-5 ? "are" : "are not");
@@ -240,7 +238,7 @@ TEST_F(ElasticGossip, ELA12_a_rank_that_ends_after_its_part_of_the_commit_is_ave
           FullyShardedDataParallelOptions options;
           options.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>();
           FullyShardedDataParallel<test::Net> parallel(net, of.inside, options);
-          ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, of.across, torch::optim::SGDOptions(0.05));
+          ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, torch::optim::SGDOptions(0.05), of.across);
           Elastic elastic(world, parallel, optimizer);
           const auto x = test::inputs_of({static_cast<size_t>(self), 9});
           const auto step = [&](double scale, const std::function<void()>& before_end) {
@@ -295,7 +293,7 @@ TEST_F(ElasticGossip, ELA12_a_mean_that_stays_is_refused_within_the_job_and_ther
     const auto net = std::make_shared<test::Net>();
     const auto of = host_groups(world.group());
     FullyShardedDataParallel<test::Net> parallel(net, of.inside);
-    ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, of.across, torch::optim::SGDOptions(0.1));
+    ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, torch::optim::SGDOptions(0.1), of.across);
     const auto x = test::inputs_of({static_cast<size_t>(world.rank())});
     std::string said;
     {
@@ -306,12 +304,13 @@ TEST_F(ElasticGossip, ELA12_a_mean_that_stays_is_refused_within_the_job_and_ther
         optimizer.zero_grad();
       }
       said = test::refusal([&] { optimizer.global_avg(); }) + test::refusal([&] { optimizer.pass(); });
-      optimizer.hold_mean();
-      said += test::refusal([&] {
-        elastic.step(
-            1, [&] { test::loss_of(parallel.forward(x), x).backward(); }, [&] { optimizer.step(); });
-      });
-      optimizer.hold_own();
+      {
+        const auto mean = optimizer.mean_parameters();
+        said += test::refusal([&] {
+          elastic.step(
+              1, [&] { test::loss_of(parallel.forward(x), x).backward(); }, [&] { optimizer.step(); });
+        });
+      }
       if (elastic.together([&] { return optimizer.consensus_distance(); }) <= 0) return "no distance";
     }
     optimizer.zero_grad();
@@ -323,7 +322,7 @@ TEST_F(ElasticGossip, ELA12_a_mean_that_stays_is_refused_within_the_job_and_ther
   for (const auto& one : hosts.wait(30)) {
     EXPECT_THAT(one.text, testing::AllOf(testing::HasSubstr("global_avg() in an elastic job"),
                                          testing::HasSubstr("pass() in an elastic job"),
-                                         testing::HasSubstr("a step between hold_mean() and hold_own()")));
+                                         testing::HasSubstr("a step within a scope of mean_parameters()")));
   }
 }
 

@@ -107,11 +107,11 @@ std::string commit_and_step(const World& world, Asked& asked, const Case& one) {
   const test::Trained trained{Sharding::zero1, "adamw"};
   const auto wrapped = test::wrap_as(trained, net, world.group());
   auto& oss = *wrapped.oss();
-  oss.guard();
+  ElasticAccess::guard(oss);
   torch::manual_seed(3);
   const auto x = test::inputs_of({1, 2, 3});
   wrapped.backward(test::loss_of(wrapped.forward(x), x));
-  oss.map_on_host(oss.prepare_commit());
+  ElasticAccess::map_on_host(oss, ElasticAccess::prepare_commit(oss));
   const int self = world.rank();
   ++asked.ready;
   while (asked.ready < 3) usleep(100);
@@ -125,7 +125,7 @@ std::string commit_and_step(const World& world, Asked& asked, const Case& one) {
   if (came != one.passes) {
     while (asked.answer == 0) usleep(100);
   }
-  const bool passed = oss.commit_over_hosts(came, decide);
+  const bool passed = ElasticAccess::commit_over_hosts(oss, came, decide);
   if (passed != one.passes) return "another answer";
   if (!passed) return test::refusal([&] { oss.step(); }).empty() ? "stepped" : "";
   oss.step();

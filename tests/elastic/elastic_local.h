@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "shoal/elastic.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "tests/elastic/elastic_run.h"
 
 namespace shoal::test {

@@ -17,16 +17,17 @@
 #include <utility>
 #include <vector>
 
+#include "elastic/access.h"
 #include "engine/elastic/guarded_update.h"
 #include "engine/sharded/changed_values.h"
 #include "optim/state.h"
 #include "shoal/ddp.h"
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/elastic.h"
 #include "shoal/fsdp.h"
 #include "shoal/hooks.h"
 #include "shoal/megatron.h"
 #include "shoal/optim.h"
+#include "shoal/optimizer_state.h"
 #include "shoal/shard_gossip.h"
 #include "shoal/wrap_policy.h"
 #include "shoal/zero.h"
@@ -266,7 +267,7 @@ struct Wrapped {
   // Whether a rank updates what another one owns, too, all at once.
   bool has_second_owners() const {
     const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(optimizer.get());
-    return sharded != nullptr && sharded->has_second_owners();
+    return sharded != nullptr && ElasticAccess::has_second_owners(*sharded);
   }
   const torch::optim::Optimizer* share() const {
     const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(optimizer.get());
@@ -380,7 +381,7 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
       FullyShardedOptimizerOptions chosen{.clip_grad = trained.clip};
       if (trained.dtype == at::kHalf) chosen.scaler = trained.scaler();
       wrapped.optimizer = std::make_unique<ShardGossipOptimizer<Chunked<Local>>>(
-          *parallel, hosts.across, options, ShardGossipOptions{.bucket_cap_mb = 1e-3}, chosen);
+          *parallel, options, hosts.across, ShardGossipOptions{.bucket_cap_mb = 1e-3}, chosen);
       keep(std::move(parallel));
       return wrapped;
     }

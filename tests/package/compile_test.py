@@ -31,7 +31,7 @@ extern torch::optim::AdamW optimizer;
 extern at::Tensor x, y;
 extern int64_t step, steps;
 extern std::string where_the_data_is;
-extern shoal::OptimizerOfNamed make;
+extern shoal::OptimizerRecipe recipe;
 extern shoal::DecentralizedDataParallelOptions options;
 using torch::nn::functional::cross_entropy;
 """
@@ -45,7 +45,7 @@ MISTAKES = [("shoal::%s;" % wrapper, "a wrapper shares ownership of its module")
     "DistributedDataParallel<Net%d> parallel(net%d, world.group())",
     "FullyShardedDataParallel parallel(net%d, world.group())",
     "ShardedDataParallel parallel(net%d, sharded, world.group())",
-    "DecentralizedDataParallel parallel(net%d, make, world.group())",
+    "DecentralizedDataParallel parallel(net%d, recipe, world.group())",
     "DistributedOptimizer<torch::optim::SGD> optimizer(net%d, 0.1, world.group())",
     "make_training(\"ddp\", net%d, shoal::optimizer_recipe<torch::optim::SGD>(0.1), world.group())")] + [
     ("shoal::OSS<torch::optim::Adam> sharded(model->parameters(), \"fast\", world.group());",

@@ -6,8 +6,8 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
 
+#include "shoal/call_log.h"
 #include "shoal/checkpoint.h"
-#include "shoal/detail/call_log.h"
 #include "shoal/hooks.h"
 #include "shoal/megatron.h"
 #include "shoal/zero.h"

@@ -418,7 +418,7 @@ TEST(Training, what_would_have_no_effect_is_refused) {
   };
   const auto recipe = optimizer_recipe<FusedSGD>(sgd);
   const auto hook = std::make_shared<CompressHook>(at::kBFloat16);
-  const ScheduleOf schedule = [](torch::optim::Optimizer& optimizer) {
+  const ScheduleFactory schedule = [](torch::optim::Optimizer& optimizer) {
     return std::make_unique<LinearWarmup>(optimizer, 10);
   };
   for (const auto* name : {"ddp", "zero2", "fsdp", "megatron", "local_sgd"}) {

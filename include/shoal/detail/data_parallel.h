@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "shoal/detail/outputs.h"
+#include "shoal/forward_tensors.h"
 #include "shoal/group.h"
 #include "shoal/join.h"
 #include "shoal/precision.h"
@@ -83,7 +83,7 @@ class DataParallelCore : public Joinable {
   // Names of the parameters of each bucket, in the order in which buckets are reduced.
   std::vector<std::vector<std::string>> buckets() const;
   // Number of synchronising steps so far, including abandoned ones.
-  int64_t step() const;
+  [[nodiscard]] int64_t steps() const;
   // Options and statistics of the wrapper on this rank. Call it between steps. Not collective.
   LoggingData logging_data() const;
 
@@ -91,14 +91,6 @@ class DataParallelCore : public Joinable {
   const Group& group() const override;
   // A scope of this wrapper that has not ended, "no_sync()"; empty: none.
   virtual std::string open_scope() const;
-
-  // For Elastic. Called before the first gradient of each backward; nullptr: nothing.
-  void before_backward(std::function<void()> listener);
-  // For Join.
-  void check_shadow() const override;
-  void settle() override;
-  void set_join_state(const std::optional<JoinState>& join_state) override;
-  void broadcast_model(int rank) override;
 
  protected:
   // Called around the module's forward.
@@ -124,6 +116,14 @@ class DataParallelCore : public Joinable {
   friend const ModuleTensors& tensors_of(DataParallelCore& parallel);
   friend bool was_synchronized(DataParallelCore& parallel);
   friend void set_share(DataParallelCore& parallel, std::optional<double> share);
+  friend class ElasticAccess;  // src/elastic/access.h
+  void before_backward(std::function<void()> listener);
+  // For Join.
+  void check_shadow() const override;
+  void settle() override;
+  void set_join_state(const std::optional<JoinState>& join_state) override;
+  void broadcast_model(int rank) override;
+
   std::unique_ptr<State> state_;
 };
 

@@ -18,11 +18,14 @@ class LocalUpdates;
 class ElasticTraining {
  public:
   virtual ~ElasticTraining() = default;
+  virtual torch::optim::Optimizer& optimizer() = 0;
+
+ protected:
+  friend class ElasticAccess;  // src/elastic/access.h
   // UsageError that names what cannot outlive a rank.
   virtual void require_elastic() = 0;
   // The wrapper; nullptr without one.
   virtual DataParallelCore* data_parallel() { return nullptr; }
-  virtual torch::optim::Optimizer& optimizer() = 0;
   // Where ranks exchange parameters; nullptr: they reduce gradients.
   virtual LocalUpdates* local_updates() { return nullptr; }
   // Its loss scaler, unless the optimizer has one; nullptr: none.

@@ -5,10 +5,16 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <functional>
 #include <memory>
 #include <vector>
 
-namespace shoal::detail {
+namespace shoal {
+
+using OptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups)>;
+
+namespace detail {
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
@@ -31,4 +37,6 @@ auto local_optimizer_maker(const Defaults& defaults) {
   return [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); };
 }
 
-}  // namespace shoal::detail
+}  // namespace detail
+
+}  // namespace shoal

@@ -9,8 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "shoal/detail/optimizer_state.h"
+#include "shoal/detail/local_optimizer.h"
 #include "shoal/group.h"
+#include "shoal/optimizer_state.h"
 #include "shoal/precision.h"
 
 namespace shoal {
@@ -18,7 +19,7 @@ namespace shoal {
 class ShardedModule;
 
 // Result of an optimizer step.
-struct ShardedStep {
+struct StepResult {
   bool updated = true;                // false: some rank found inf or NaN, and nothing was updated
   std::optional<double> grad_norm{};  // with clip_grad: the norm before clipping
   std::optional<int64_t> num_zeros{};
@@ -34,7 +35,6 @@ struct ShardedStep {
 class ShardedOptimizerBase : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)>;
   struct State;
   ~ShardedOptimizerBase() override;
 
@@ -42,7 +42,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // gradients, checks them for inf and NaN and clips them, if the optimizer's options say so. Other ranks' gradients
   // are not read; a parameter without a gradient is unchanged. Throws UsageError if gradients accumulated under no_sync
   // have not been reduced. Collective.
-  ShardedStep step();
+  StepResult step();
   // Evaluates the closure, then steps; returns the closure's result.
   at::Tensor step(LossClosure closure) override;
 
@@ -59,55 +59,10 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // The optimizer over what this rank owns, with its state.
   const torch::optim::Optimizer& local_optimizer() const;
 
-  // For Elastic. From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves
-  // to memory that the ranks share; where they share no parameters, they become second owners of what others own. Collective.
-  void guard();
-  // Steps are as before Elastic from now on. Not collective.
-  virtual void unguard();
-  // In a process that comes to a job with second owners: it gets its shards in regroup(), and has none before.
-  void come_without_shards();
-  // While true, clipping is refused: gradients are those of some of a rank's shares.
-  void compute_shares(bool now);
-  // All of a step that communicates: adopts changed values, and reduces, unscales, checks and clips the gradients. Returns
-  // whether all ranks must map memory in commit(). Collective.
-  bool prepare_commit();
-  // All ranks that live pass, or none does: CommError. Collective.
-  void commit(bool map);
-  // The ranks over which the state is sharded, and those that hold the same shares.
-  Group everybody() const;
-  // Whether the last step() of an elastic job was refused before it changed anything, on all ranks of the host. Waits until they
-  // have come so far.
-  bool update_was_refused() const;
-  // After the update of an elastic job: whether it did not call step(), as others did. Of second owners the others learn later.
-  bool misses_update() const;
-  // Of second owners: how many updates this rank has made, for a comparison. One that all ranks leave out is a step that they skip.
-  std::optional<int64_t> updates_to_compare() const;
-  // Whether other hosts hold the same shares, or average with them. The commit is then that of all hosts: map_on_host(), once all ranks of this host have
-  // prepared; and commit_over_hosts(), as GuardedUpdate has it, once all ranks have come to a meeting after that, or it has failed.
-  bool has_replicas() const;
-  void map_on_host(bool map);
-  bool commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide);
-  // Whether each share is updated by two ranks, which share no memory. A rank that has come through prepare_commit() can then finish
-  // its step by itself: allow_update(), step(). No rank needs commit().
-  bool has_second_owners() const;
-  void allow_update();
-  // Of second owners, behind that step: whole parameters get the updates of all ranks. Collective.
-  void publish_update();
-  // Options that ranks must have in common, beside those of the param groups: one line each.
-  std::vector<std::string> description() const;
-  // The loss scaler of the optimizer; nullptr: none.
-  GradScaler* own_scaler() const;
-  // Between two guarded steps: what state_dict() has, one parameter after the other, whoever owns it. Tensors may be shared
-  // with the state. Not collective.
-  void visit_state(const torch::nn::Module& module,
-                   const std::function<void(const std::string& name, const NamedState& state)>& visit);
-  // In a process that comes to the job, and is alone so far: takes that state. UsageError as for load_state_dict().
-  void take_state(const torch::nn::Module& module, const OptimizerState& whole);
-
  protected:
   // groups: param groups of the whole model. make: creates the optimizer for a rank's part of them. Collective.
   ShardedOptimizerBase(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                       Factory make, std::unique_ptr<State> state);
+                       OptimizerFactory make, std::unique_ptr<State> state);
   // Called within a step: before the gradients are read, and before updated values are published.
   virtual void complete_gradients() {}
   virtual void end_gradients() {}
@@ -116,7 +71,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // True if values change, and are published, also in a step without an update.
   virtual bool moves_without_update() const { return false; }
   // step() with a loss scaler or none (nullptr) and a norm to clip to or none (0).
-  ShardedStep step_with(GradScaler* scaler, double max_norm);
+  StepResult step_with(GradScaler* scaler, double max_norm);
   // Divides the groups among the ranks and makes the local optimizer. Groups from index `given` on are as the caller
   // passed them: their options are resolved. Changes nothing if it throws. Collective.
   void share(ParamGroups groups, size_t given);
@@ -135,11 +90,35 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void take_over_from_owners(int64_t step);
   State& state() const { return *state_; }
 
+  friend class ElasticAccess;  // src/elastic/access.h
+  virtual void unguard();
+  Group job() const;
+  bool has_second_owners() const;
+
  private:
+  void guard();
+  void come_without_shards();
+  void compute_shares(bool now);
+  bool prepare_commit();
+  void commit(bool map);
+  bool update_was_refused() const;
+  bool misses_update() const;
+  std::optional<int64_t> updates_to_compare() const;
+  bool has_replicas() const;
+  void map_on_host(bool map);
+  bool commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide);
+  void allow_update();
+  void publish_update();
+  std::vector<std::string> description() const;
+  GradScaler* own_scaler() const;
+  void visit_state(const torch::nn::Module& module,
+                   const std::function<void(const std::string& name, const NamedState& state)>& visit);
+  void take_state(const torch::nn::Module& module, const OptimizerState& whole);
+
   void update(bool finite);
-  ShardedStep prepare_update(GradScaler* scaler, double max_norm);
-  ShardedStep update_if_finite(GradScaler* scaler, double max_norm);
-  ShardedStep committed_step(GradScaler* scaler, double max_norm);
+  StepResult prepare_update(GradScaler* scaler, double max_norm);
+  StepResult update_if_finite(GradScaler* scaler, double max_norm);
+  StepResult committed_step(GradScaler* scaler, double max_norm);
   // Ranks become second owners of what others own, or are no longer. The first is collective.
   void own_twice();
   void own_once();
@@ -169,24 +148,22 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   // Loads the full state, which every rank passes, from any strategy and number of ranks. See load_optimizer_state.
   void load_state_dict(const OptimizerState& state);
 
-  // For Elastic: whether grad() of the parameter stands for a gradient in a buffer that has not been zeroed.
-  bool has_buffered_gradient(const at::Tensor& parameter) const;
-
  protected:
   // groups: param groups of the parameters in state's modules. Collective.
-  ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
-                       std::unique_ptr<State> state);
+  ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                       OptimizerFactory make, std::unique_ptr<State> state);
   State& state() const;
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
   // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
-  // `step` steps. everybody: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
-  void regroup(const Group& group, const Group& everybody, std::vector<std::shared_ptr<ShardedModule>> modules,
-               int64_t step);
+  // `step` steps. job: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
+  void regroup(const Group& group, const Group& job, std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step);
 
  private:
+  friend class ElasticAccess;
+  bool has_buffered_gradient(const at::Tensor& parameter) const;
   void connect_clipping();
-  void follow(const Group& group, const Group& everybody);
+  void follow(const Group& group, const Group& job);
   double clip_grad_norm(double max_norm, double norm_type);
 };
 

@@ -168,7 +168,7 @@ class Wrapper(Wrapped):
         return self._core.buckets()
 
     def extra_repr(self) -> str:
-        return f"steps={self._core.step()}"
+        return f"steps={self._core.steps()}"
 
     def __deepcopy__(self, memo: Any) -> None:
         raise TypeError(f"a {type(self).__name__} cannot be copied: copy its module (model.module) and wrap the copy")

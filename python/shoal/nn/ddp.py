@@ -101,7 +101,7 @@ class DistributedDataParallel(Wrapper):
 
     def _regrouped(self, group: _C.Group) -> None:
         super()._regrouped(group)
-        self._seen = self._versions(), self._core.step()
+        self._seen = self._versions(), self._core.steps()
         # Digests of the values of all ranks at _seen. None after steps: it would take a pass over the parameters in each.
         self._common: list[int] | None = self._digests()
         self._loads.clear()
@@ -124,7 +124,7 @@ def _note_writes(model: DistributedDataParallel) -> None:
     """Takes the digests for a comparison if parameters were loaded, or written and nothing explains it: a step, or gradients of
     this rank within no_sync()."""
     versions, steps = model._seen
-    now = model._versions(), model._core.step()
+    now = model._versions(), model._core.steps()
     loaded = model._compares or model._loads.count()
     stepped = now[1] != steps or model._equal
     if stepped:

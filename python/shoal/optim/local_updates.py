@@ -56,7 +56,7 @@ class LocalUpdates(torch.optim.Optimizer):
     param_groups and state are the inner optimizer's, so schedules work on either. Gradients are this rank's own: clip
     them as in one process. A GradScaler is refused. Every rank must call step() equally often; a rank without a batch calls
     step(update=False). Options: every, outer, fragments, delay, alpha, warmup_steps, reset_optimizer, average_buffers,
-    ignored, reduce_dtype as in the C++ library (local_sgd.h). The constructor is collective and broadcasts rank 0's values.
+    ignored, reduce_dtype as in the C++ library (local_updates.h). The constructor is collective and broadcasts rank 0's values.
 
     Values that load_state_dict() loads between steps, or that all ranks write alike, are where training goes on on all ranks.
     Other writes in place count as local training; either way all ranks write the same parameters, or none.

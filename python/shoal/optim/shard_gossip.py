@@ -50,8 +50,8 @@ class ShardGossipOptimizer(Gossip, FullyShardedOptimizer):
     def mean_parameters(self) -> Iterator[None]:
         """Scope in which parameters hold the mean over hosts, to evaluate, and for the model's state_dict(); steps and
         checkpoints in it are errors. A checkpoint has the mean, too. Collective over all ranks."""
-        self._core.hold_mean()
+        scope = self._core.mean_parameters()
         try:
             yield
         finally:
-            self._core.hold_own()
+            del scope

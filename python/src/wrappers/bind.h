@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "shoal/detail/data_parallel.h"
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/detail/sharded_optimizer.h"
+#include "shoal/optimizer_state.h"
 #include "training/parts.h"
 #include "wrappers/gil.h"
 #include "wrappers/keywords.h"
@@ -37,7 +37,7 @@ void bind_sync_batch_norm(py::module_& module);
 struct Recipe {
   ParamGroups groups;
   std::unique_ptr<PythonOptions> defaults;
-  ShardedOptimizerBase::Factory make;
+  OptimizerFactory make;
 };
 // groups: param groups with all options; defaults: of the class `name`; make: takes a list of param groups, and the wrapper keeps it;
 // agreement: on each step, or none.
@@ -90,7 +90,7 @@ void bind_parallel(Class& bound) {
       .def(
           "no_sync", [](Core& core) { return std::make_unique<Scope>(core.no_sync()); }, py::keep_alive<0, 1>())
       .def("buckets", [](const Core& core) { return core.buckets(); })
-      .def("step", [](const Core& core) { return core.step(); });
+      .def("steps", [](const Core& core) { return core.steps(); });
 }
 
 }  // namespace shoal::python

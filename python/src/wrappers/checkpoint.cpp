@@ -3,7 +3,7 @@
 #include "shoal/ddp.h"
 #include "shoal/decentralized.h"
 #include "shoal/fsdp.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "shoal/shard_gossip.h"
 #include "shoal/zero.h"

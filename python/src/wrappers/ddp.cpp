@@ -1,5 +1,6 @@
 #include "shoal/ddp.h"
 
+#include "engine/wrapper/join_access.h"
 #include "wrappers/bind.h"
 
 namespace shoal::python {
@@ -33,7 +34,7 @@ void bind_ddp(py::module_& module) {
     return unlocked([&] { return Held<Core>(new Core(mirror, group, options)); });
   }));
   bind_parallel<Core>(ddp);
-  ddp.def("settle", [](Core& core) { unlocked([&] { core.settle(); }); });
+  ddp.def("settle", [](Core& core) { unlocked([&] { JoinAccess::settle(core); }); });
 }
 
 }  // namespace shoal::python

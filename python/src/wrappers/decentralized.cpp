@@ -60,24 +60,18 @@ struct Followed {
   }
 };
 
-// Makes the optimizer of a bucket: of the part of the param groups that is in it, with the groups' present options, which each
-// step reads again.
-OptimizerOfNamed maker_of(std::shared_ptr<Recipe> recipe, std::shared_ptr<Followed> followed) {
-  return [recipe = std::move(recipe), followed = std::move(followed)](const std::vector<NamedParameter>& named) {
+// Recipe of the buckets' optimizers, with the groups' present options, which each step reads again.
+OptimizerRecipe recipe_of_buckets(const std::shared_ptr<Recipe>& recipe, const std::shared_ptr<Followed>& followed) {
+  const auto groups = [recipe, followed](const torch::nn::Module&) {
     followed->read(recipe->groups);
-    ParamGroups part;
-    for (const auto& group : recipe->groups) {
-      auto parameters = group.params();
-      std::erase_if(parameters, [&](const at::Tensor& parameter) {
-        return std::none_of(named.begin(), named.end(),
-                            [&](const NamedParameter& entry) { return entry.parameter.is_same(parameter); });
-      });
-      part.emplace_back(std::move(parameters), group.options().clone());
-    }
+    return recipe->groups;
+  };
+  const auto make = [recipe, followed](const ParamGroups& part) {
     auto made = recipe->make(part);
     static_cast<PythonOptimizer&>(*made).follow([followed](ParamGroups& own) { followed->read(own); });
     return made;
   };
+  return {.groups = groups, .make = make};
 }
 
 class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
@@ -108,7 +102,7 @@ class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
  private:
   DecentralizedCore(const std::shared_ptr<Mirror>& mirror, const std::shared_ptr<Recipe>& recipe, const Group& group,
                     const DecentralizedDataParallelOptions& options, const std::shared_ptr<Followed>& followed)
-      : OpenCore(mirror, maker_of(recipe, followed), group, options),
+      : OpenCore(mirror, recipe_of_buckets(recipe, followed), group, options),
         mirror_(mirror),
         recipe_(recipe),
         followed_(followed) {}

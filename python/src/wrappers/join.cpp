@@ -1,5 +1,6 @@
 #include "shoal/join.h"
 
+#include "engine/wrapper/join_access.h"
 #include "shoal/megatron.h"
 #include "wrappers/bind.h"
 
@@ -21,20 +22,21 @@ class Together : public Joinable {
   void shadow() override {
     for (auto* one : joinables_) one->shadow();
   }
-  void check_shadow() const override {
-    for (const auto* one : joinables_) one->check_shadow();
-  }
-  void settle() override {
-    for (auto* one : joinables_) one->settle();
-  }
-  void set_join_state(const std::optional<JoinState>& state) override {
-    for (auto* one : joinables_) one->set_join_state(state);
-  }
-  void broadcast_model(int rank) override {
-    for (auto* one : joinables_) one->broadcast_model(rank);
-  }
 
  private:
+  void check_shadow() const override {
+    for (const auto* one : joinables_) JoinAccess::check_shadow(*one);
+  }
+  void settle() override {
+    for (auto* one : joinables_) JoinAccess::settle(*one);
+  }
+  void set_join_state(const std::optional<JoinState>& state) override {
+    for (auto* one : joinables_) JoinAccess::set_join_state(*one, state);
+  }
+  void broadcast_model(int rank) override {
+    for (auto* one : joinables_) JoinAccess::broadcast_model(*one, rank);
+  }
+
   std::vector<Joinable*> joinables_;
 };
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "wrappers/mirror.h"
 #include "wrappers/python_optimizer.h"
 

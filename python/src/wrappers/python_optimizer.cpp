@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "comm/group/group_state.h"
-#include "shoal/detail/register_state.h"
 #include "shoal/error.h"
+#include "shoal/optimizer_state.h"
 
 namespace shoal::python {
 namespace {

@@ -44,15 +44,19 @@ void bind_shard_gossip(py::module_& module) {
              auto recipe = recipe_of(groups, defaults, name, make,
                                      std::make_shared<StepAgreement>(parallel.group(), "ShardGossipOptimizer"));
              return unlocked([&] {
-               return Held<Core>(new Core(parallel, across, std::move(recipe.groups), std::move(recipe.defaults),
-                                          recipe.make, element_wise, options, gossip));
+               return Held<Core>(new Core(parallel, std::move(recipe.groups), std::move(recipe.defaults), recipe.make,
+                                          element_wise, across, gossip, options));
              });
            }),
            py::keep_alive<1, 2>())
       .def("pass_step", [](Core& core) { unlocked([&] { core.pass(); }); })
       .def("global_avg", [](Core& core) { unlocked([&] { core.global_avg(); }); })
-      .def("hold_mean", [](Core& core) { unlocked([&] { core.hold_mean(); }); })
-      .def("hold_own", [](Core& core) { unlocked([&] { core.hold_own(); }); })
+      .def(
+          "mean_parameters",
+          [](Core& core) {
+            return unlocked([&] { return Held<MeanParameters>(new MeanParameters(core.mean_parameters())); });
+          },
+          py::keep_alive<0, 1>())
       .def("consensus_distance", [](Core& core) { return unlocked([&] { return core.consensus_distance(); }); })
       .def("leave", [](Core& core) { unlocked([&] { core.leave(); }); });
 }

@@ -7,6 +7,7 @@
 
 #include "comm/backend/backend_work.h"
 #include "comm/backend/reductions.h"
+#include "comm/group/coalesce.h"
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"

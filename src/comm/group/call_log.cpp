@@ -1,4 +1,4 @@
-#include "shoal/detail/call_log.h"
+#include "shoal/call_log.h"
 
 namespace shoal {
 

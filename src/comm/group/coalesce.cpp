@@ -1,4 +1,4 @@
-#include "shoal/group.h"
+#include "comm/group/coalesce.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

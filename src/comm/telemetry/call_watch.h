@@ -1,7 +1,7 @@
 #pragma once
 // Reporter of one operation to the flight recorder and the timeline.
 
-#include "shoal/detail/call_log.h"
+#include "shoal/call_log.h"
 
 namespace shoal {
 

@@ -2,7 +2,7 @@
 // Transport that records its calls.
 
 #include "comm/transport/transport.h"
-#include "shoal/detail/call_log.h"
+#include "shoal/call_log.h"
 
 namespace shoal {
 

@@ -51,7 +51,7 @@ void write_mark(std::atomic<int64_t>& mark, int64_t value) {
 
 // The elements of a target that are changed at once.
 int64_t GuardedUpdate::whole(const UpdateTarget& target) const {
-  return cuts_ ? std::min(chunk_numel, target.values.numel()) : target.values.numel();
+  return element_wise_ ? std::min(chunk_numel, target.values.numel()) : target.values.numel();
 }
 
 std::vector<GuardedUpdate::Chunk> GuardedUpdate::chunks(int rank) const {

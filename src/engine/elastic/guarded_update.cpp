@@ -21,17 +21,18 @@ bool lies_as(const at::Tensor& gradient, const at::Tensor& values) {
 
 }  // namespace
 
-GuardedUpdate::GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local, bool cuts)
+GuardedUpdate::GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local,
+                             bool element_wise)
     : group_(group),
       survivors_(group),
       local_(local),
-      cuts_(cuts),
-      shared_(group, std::move(targets), cuts ? chunk_numel : INT64_MAX) {
+      element_wise_(element_wise),
+      shared_(group, std::move(targets), element_wise ? chunk_numel : INT64_MAX) {
   const auto& of = local_;
   if (!is_state_known(of)) {
     throw UsageError(
         fmt::format("Elastic: the state of {} is unknown; declare its fields with shoal::register_state "
-                    "(shoal/detail/register_state.h)",
+                    "(shoal/optimizer_state.h)",
                     c10::demangle(typeid(of).name())));
   }
   const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];

@@ -57,10 +57,10 @@ class GuardedUpdate {
   static constexpr const char* late_change =
       "Elastic: gradients were changed in the second function of step(): clip and change them in the first one";
 
-  // targets: what each rank updates, this rank's in the order of the optimizer. cuts: the optimizer is element-wise.
+  // targets: what each rank updates, this rank's in the order of the optimizer. element_wise: the optimizer is.
   // Takes over the state that `local` has. local: must outlive this object. Collective. UsageError for an optimizer
   // whose state is unknown.
-  GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local, bool cuts);
+  GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local, bool element_wise);
 
   // Own targets' state from before a change of the ranks, whoever owned which elements then. UsageError for state that is
   // not element by element and would have to be cut.
@@ -152,7 +152,7 @@ class GuardedUpdate {
   Group group_;
   Survivors survivors_;
   torch::optim::Optimizer& local_;
-  bool cuts_;
+  bool element_wise_;
   SharedState shared_;
   std::vector<Gradient> gradients_;  // by own target
   std::vector<at::Tensor> copies_;   // by own target, of gradients that the others cannot read where they are

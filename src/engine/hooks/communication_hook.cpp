@@ -30,7 +30,7 @@ void CommunicationHook::load_state(const State& state) {
 
 Work sum_up(const GradientBucket& bucket, const at::Tensor& gradients, const at::Tensor& sum) {
   switch (bucket.sum_for) {
-    case SumFor::everybody:
+    case SumFor::all_ranks:
       return bucket.group.all_reduce(gradients, ReduceOp::sum, bucket.label);
     case SumFor::parts:
       return bucket.group.reduce_scatter(sum, gradients, ReduceOp::sum, bucket.label);

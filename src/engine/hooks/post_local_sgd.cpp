@@ -1,3 +1,4 @@
+#include "comm/group/coalesce.h"
 #include "shoal/hooks.h"
 
 #include <fmt/format.h>

@@ -27,7 +27,7 @@ ReductionPlan plan_of_ranges(const Group& group, BucketCaps caps) {
 }  // namespace
 
 AllReduce::AllReduce(const Group& group, BucketCaps caps, bool consumed)
-    : GradientReduction({.hook_point = {group, SumFor::everybody}, .caps = caps, .consumed = consumed}),
+    : GradientReduction({.hook_point = {group, SumFor::all_ranks}, .caps = caps, .consumed = consumed}),
       group_(group) {}
 
 PendingExchange AllReduce::reduce(Bucket& bucket, const Label& label) const {

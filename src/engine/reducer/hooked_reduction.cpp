@@ -48,7 +48,7 @@ class HookedReduction : public GradientReduction {
     if (point.sum_for == SumFor::owner) seen.owner = plan().owners[bucket.members().front()];
     if (point.sum_for == SumFor::parts) {
       seen.sum = bucket.kept();
-    } else if (point.sum_for == SumFor::everybody || seen.owner == point.group.rank()) {
+    } else if (point.sum_for == SumFor::all_ranks || seen.owner == point.group.rank()) {
       seen.sum = seen.gradients;
     }
     // Gaps hold stale values, but to a hook they are elements like any other.

@@ -10,6 +10,7 @@
 #include <limits>
 #include <numeric>
 
+#include "comm/group/coalesce.h"
 #include "comm/group/group_state.h"
 #include "shoal/error.h"
 

@@ -16,7 +16,7 @@ struct BucketCaps {
 // The sum that a communication hook makes.
 struct HookPoint {
   Group group;
-  SumFor sum_for = SumFor::everybody;
+  SumFor sum_for = SumFor::all_ranks;
   bool of_kept = false;  // of Bucket::kept after a sum in a smaller group, not of the whole bucket
 };
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/group/coalesce.h"
 #include "engine/buckets/bucket_schedule.h"
 #include "engine/gradients/dropped_forwards.h"
 

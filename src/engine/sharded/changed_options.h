@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "optim/param_groups.h"
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/group.h"
+#include "shoal/optimizer_state.h"
 
 namespace shoal {
 

@@ -14,7 +14,7 @@ PendingExchange ShardGroups::across_replicas(PendingExchange within, Bucket& buc
 }
 
 HookPoint ShardGroups::hook_point(SumFor within) const {
-  if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumFor::everybody, /*of_kept=*/true};
+  if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumFor::all_ranks, /*of_kept=*/true};
   return {shard, within};
 }
 

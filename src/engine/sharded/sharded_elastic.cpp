@@ -55,7 +55,7 @@ bool ShardedOptimizerBase::prepare_commit() {
   return state.guarded && state.guarded->prepare(state.commit.mixed_in);
 }
 
-Group ShardedOptimizerBase::everybody() const {
+Group ShardedOptimizerBase::job() const {
   return state_->everybody.value_or(state_->group);
 }
 
@@ -111,7 +111,7 @@ void ShardedOptimizerBase::commit(bool map) {
 }
 
 // After the commit, on whose gradients all ranks have agreed.
-ShardedStep ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_norm) {
+StepResult ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_norm) {
   auto& state = *state_;
   if (state.guarded) {
     state.guarded->require_commit();
@@ -268,7 +268,7 @@ void ShardedOptimizerCore::require_regroupable() const {
   const bool shared = state().group.size() == 1 ||
                       std::all_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); });
   const auto label = state().label("whether parameters are shared");
-  if (everybody().all_reduce(shared ? 1 : 0, ReduceOp::min, label) == 1) return;
+  if (job().all_reduce(shared ? 1 : 0, ReduceOp::min, label) == 1) return;
   throw UsageError(
       fmt::format("Elastic: {} outlives its ranks only where they share its parameters: on the CPU of one host, over "
                   "the transport auto or host (of all hosts); on several shard within each: hybrid_shard of "
@@ -276,10 +276,10 @@ void ShardedOptimizerCore::require_regroupable() const {
                   state().name));
 }
 
-void ShardedOptimizerCore::follow(const Group& group, const Group& everybody) {
+void ShardedOptimizerCore::follow(const Group& group, const Group& job) {
   auto& state = this->state();
   state.group = group;
-  if (state.everybody) state.everybody = everybody;
+  if (state.everybody) state.everybody = job;
   if (!state.scalar_groups.empty()) state.scalar_groups = {group};
   state.collected.reset();
   state.finite.reset();
@@ -287,19 +287,19 @@ void ShardedOptimizerCore::follow(const Group& group, const Group& everybody) {
   connect_clipping();
 }
 
-void ShardedOptimizerCore::regroup(const Group& group, const Group& everybody,
+void ShardedOptimizerCore::regroup(const Group& group, const Group& job,
                                    std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step) {
   const torch::NoGradGuard no_grad;
   auto& state = this->state();
   if (state.second) {
     state.modules = std::move(modules);
-    follow(group, everybody);
+    follow(group, job);
     return take_over_from_owners(step);
   }
-  const bool stays_alone = everybody.size() == 1 && !state.has_commit() && !state.alone;
+  const bool stays_alone = job.size() == 1 && !state.has_commit() && !state.alone;
   const auto* held = stays_alone ? nullptr : &state.held(param_groups_);
   const auto former = std::exchange(state.modules, std::move(modules));
-  follow(group, everybody);
+  follow(group, job);
   if (stays_alone) {
     state.steps = step;
     for (size_t number = 0; number < former.size(); ++number) state.modules[number]->keep_pieces(*former[number]);

@@ -100,8 +100,8 @@ void ShardedOptimizerBase::State::load(const std::vector<StatePiece>& pieces, co
 }
 
 ShardedOptimizerBase::ShardedOptimizerBase(const ParamGroups& groups,
-                                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
-                                           std::unique_ptr<State> state)
+                                           std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                           OptimizerFactory make, std::unique_ptr<State> state)
     : torch::optim::Optimizer(groups, std::move(defaults)), state_(std::move(state)) {
   state_->make = std::move(make);
   share(groups, 0);
@@ -191,9 +191,9 @@ void ShardedOptimizerBase::update(bool finite) {
 }
 
 // The part of a step that reads and changes gradients.
-ShardedStep ShardedOptimizerBase::prepare_update(GradScaler* scaler, double max_norm) {
+StepResult ShardedOptimizerBase::prepare_update(GradScaler* scaler, double max_norm) {
   auto& state = *state_;
-  ShardedStep result;
+  StepResult result;
   {
     const auto gradients = state.unscaled_gradients(scaler);
     result.updated = *state.finite;
@@ -210,7 +210,7 @@ ShardedStep ShardedOptimizerBase::prepare_update(GradScaler* scaler, double max_
   return result;
 }
 
-ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double max_norm) {
+StepResult ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double max_norm) {
   auto& state = *state_;
   const torch::NoGradGuard no_grad;
   const auto result = prepare_update(scaler, max_norm);
@@ -222,9 +222,9 @@ ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double ma
   return result;
 }
 
-ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm) {
+StepResult ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm) {
   state_->require_known(*this);
-  ShardedStep result;
+  StepResult result;
   state_->agreement.met = false;
   const auto whole = [&] {
     if (state_->has_commit()) {
@@ -241,7 +241,7 @@ ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm)
   return result;
 }
 
-ShardedStep ShardedOptimizerBase::step() {
+StepResult ShardedOptimizerBase::step() {
   return step_with(state_->own_scaler(), state_->clip_grad);
 }
 

@@ -31,7 +31,7 @@ struct ShardedOptimizerBase::State {
   // Norms, inf and counts are added up over these groups, one after the other; none: over `group`.
   std::vector<Group> scalar_groups{};
 
-  Factory make{};
+  OptimizerFactory make{};
   bool element_wise = false;                         // the local optimizer
   std::shared_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
   KnownParameters known{};
@@ -42,8 +42,8 @@ struct ShardedOptimizerBase::State {
   std::optional<SecondOwnership> second{};   // in an elastic job of several ranks that share no memory
   // Of a step in an elastic job.
   struct Commit {
-    std::optional<ShardedStep> prepared{};  // what the step will return, if it is updated
-    MixedInTo mixed_in{};                   // by what this rank updates
+    std::optional<StepResult> prepared{};  // what the step will return, if it is updated
+    MixedInTo mixed_in{};                  // by what this rank updates
     bool lone = false;     // this rank is alone on its host, beside others: its steps have a commit, and need no guard
     bool passed = false;   // of a lone rank, and where shares have second owners
     bool refused = false;  // by step(), before it changed anything

@@ -175,7 +175,7 @@ std::string ShardedOptimizerCore::State::advice_on_adding(const std::vector<at::
 }
 
 ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                           Factory make, std::unique_ptr<State> state)
+                                           OptimizerFactory make, std::unique_ptr<State> state)
     : ShardedOptimizerBase(groups, std::move(defaults), std::move(make), std::move(state)) {
   connect_clipping();
 }

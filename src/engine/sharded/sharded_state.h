@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/detail/range.h"
 #include "shoal/group.h"
+#include "shoal/optimizer_state.h"
 #include "shoal/precision.h"
 
 namespace shoal {

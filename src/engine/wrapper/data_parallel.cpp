@@ -274,7 +274,7 @@ LoggingData DataParallelCore::logging_data() const {
   return data;
 }
 
-int64_t DataParallelCore::step() const {
+int64_t DataParallelCore::steps() const {
   return state_->reducer->step();
 }
 

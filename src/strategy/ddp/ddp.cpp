@@ -138,7 +138,7 @@ void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer&
 }
 
 void DistributedDataParallelCore::use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer) {
-  if (step() > 0) throw UsageError("OptimizerInBackward: construct it before the first step");
+  if (steps() > 0) throw UsageError("OptimizerInBackward: construct it before the first step");
   state().remake_reducer(consumer, {});
 }
 

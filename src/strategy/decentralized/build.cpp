@@ -38,12 +38,32 @@ std::optional<GradScaler> make_scaler(const DecentralizedDataParallelOptions& op
   return options.scaler ? std::optional<GradScaler>(*options.scaler) : std::nullopt;
 }
 
+// The part of the recipe's groups that is in a bucket.
+OptimizerRecipe::ParamGroups groups_in(const std::vector<NamedParameter>& members, const OptimizerRecipe& recipe,
+                                       const torch::nn::Module& module) {
+  if (!recipe.groups) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& member : members) parameters.push_back(member.parameter);
+    OptimizerRecipe::ParamGroups whole;
+    whole.emplace_back(std::move(parameters));
+    return whole;
+  }
+  auto groups = recipe.groups(module);
+  for (auto& group : groups) {
+    std::erase_if(group.params(), [&](const at::Tensor& parameter) {
+      return std::none_of(members.begin(), members.end(),
+                          [&](const NamedParameter& member) { return member.parameter.is_same(parameter); });
+    });
+  }
+  return groups;
+}
+
 }  // namespace
 
-State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, const Group& over, ModuleTensors walked,
-             const DecentralizedDataParallelOptions& chosen)
+State::State(std::shared_ptr<torch::nn::Module> of, OptimizerRecipe of_optimizers, const Group& over,
+             ModuleTensors walked, const DecentralizedDataParallelOptions& chosen)
     : module(std::move(of)),
-      make(std::move(maker)),
+      recipe(std::move(of_optimizers)),
       group(over),
       options(chosen),
       tensors(std::move(walked)),
@@ -56,7 +76,10 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
       scaler(make_scaler(options)),
       expected(gradients.size(), 0),
       tracker(gradients, {}, *this) {
-  if (!make) throw UsageError("DecentralizedDataParallel: the optimizer factory is empty");
+  if (!recipe.make) {
+    throw UsageError(
+        "DecentralizedDataParallel: the optimizer's recipe is empty: make it by optimizer_recipe<Optimizer>(options)");
+  }
   if (!joins_again(group)) agree(group, "the options of DecentralizedDataParallel", describe(options));
   const auto parameters = parameters_of(gradients);
   for (const auto& parameter : parameters) {
@@ -126,8 +149,8 @@ std::vector<GossipBucket> State::equipped_parts() const {
 }
 
 void State::equip(GossipBucket& bucket) const {
-  bucket.optimizer = make(bucket.members());
-  if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer factory returned nullptr");
+  bucket.optimizer = recipe.make(groups_in(bucket.members(), recipe, *module));
+  if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer's recipe returned nullptr");
   if (options.schedule) bucket.schedule = options.schedule(*bucket.optimizer);
 }
 

@@ -16,7 +16,7 @@
 namespace shoal {
 
 DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<torch::nn::Module> module,
-                                                             OptimizerOfNamed make, const Group& group,
+                                                             OptimizerRecipe recipe, const Group& group,
                                                              const DecentralizedDataParallelOptions& options) {
   options.validate(group.size());
   // A rank that rejoins gets its values from a neighbour.
@@ -25,7 +25,7 @@ DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<tor
                       options.ignored, /*sync=*/true);
   if (options.param_as_bucket_view)
     require_separate_memory(wrapped->tensors.parameters, wrapped->tensors.buffers, "DecentralizedDataParallel");
-  state_ = std::make_unique<State>(std::move(module), std::move(make), group, std::move(wrapped->tensors), options);
+  state_ = std::make_unique<State>(std::move(module), std::move(recipe), group, std::move(wrapped->tensors), options);
   if (joins) state_->join_again();
 }
 
@@ -109,7 +109,7 @@ std::vector<std::vector<std::string>> DecentralizedDataParallelCore::buckets() c
   return names;
 }
 
-int64_t DecentralizedDataParallelCore::step() const {
+int64_t DecentralizedDataParallelCore::steps() const {
   return state_->step;
 }
 

@@ -28,7 +28,7 @@ std::vector<std::string> describe(const DecentralizedDataParallelOptions& option
 
 // State of the wrapper. A step is one backward outside no_sync, together with the local backwards before it.
 struct DecentralizedDataParallelCore::State final : BackwardListener {
-  State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, const Group& over, ModuleTensors walked,
+  State(std::shared_ptr<torch::nn::Module> of, OptimizerRecipe of_optimizers, const Group& over, ModuleTensors walked,
         const DecentralizedDataParallelOptions& chosen);
 
   // step.cpp
@@ -81,7 +81,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void join_again();
 
   std::shared_ptr<torch::nn::Module> module;
-  OptimizerOfNamed make;
+  OptimizerRecipe recipe;
   Group group;
   DecentralizedDataParallelOptions options;
   ModuleTensors tensors;

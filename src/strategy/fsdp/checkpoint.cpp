@@ -9,6 +9,7 @@
 
 #include "engine/checkpoint/names.h"
 #include "module/walk.h"
+#include "strategy/fsdp/ignored.h"
 #include "strategy/fsdp/source.h"
 
 namespace shoal {
@@ -117,7 +118,7 @@ void FullyShardedSource::end_load(const CarriedStates& past) {
 std::vector<FullyShardedSource::Shards*> FullyShardedSource::shards_within() const {
   std::vector<Shards*> list;
   if (shards_of_ == nullptr) return list;
-  for (auto* wrapper : parallel_.wrappers_within()) list.push_back(&shards_of_(*wrapper));
+  for (auto* wrapper : wrappers_within(*parallel_.module(), parallel_)) list.push_back(&shards_of_(*wrapper));
   return list;
 }
 

@@ -8,6 +8,7 @@
 #include "comm/group/hosts.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "shoal/error.h"
+#include "strategy/fsdp/ignored.h"
 #include "strategy/fsdp/shards.h"
 
 namespace shoal {
@@ -41,7 +42,7 @@ void FullyShardedCore::require_regroupable() {
   }
   if (shards_->pager && shards_->groups.replicated()) refuse_hosts_with_pages(strategy);
   if (shards_->pager) require_second_owners();
-  if (!wrappers_within().empty()) {
+  if (!wrappers_within(*module(), *this).empty()) {
     refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
   }
 }
@@ -61,9 +62,9 @@ void FullyShardedCore::require_second_owners() const {
   }
 }
 
-bool FullyShardedCore::has_pages_over(const Group& everybody) const {
-  const bool one_group = !is_hybrid(shards_->options.sharding_strategy) || names_of_hosts(everybody).size() == 1;
-  return one_group && !always_present(everybody, state().tensors);
+bool FullyShardedCore::needs_second_owners(const Group& job) const {
+  const bool one_group = !is_hybrid(shards_->options.sharding_strategy) || names_of_hosts(job).size() == 1;
+  return one_group && !always_present(job, state().tensors);
 }
 
 void FullyShardedCore::compute_shares(bool now) {
@@ -130,34 +131,34 @@ void FullyShardedOptimizerCore::require_own(const FullyShardedCore& parallel) co
   throw UsageError("Elastic: the optimizer is not the one of this FullyShardedDataParallel");
 }
 
-void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& parallel, const Group& /*everybody*/) {
+void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& parallel, const Group& /*job*/) {
   require_own(parallel);
   if (parallel.shared()) ShardedOptimizerCore::require_regroupable();
 }
 
-void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) {
+void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& job, int64_t step) {
   const auto& options = parallel.shards_->options;
-  const auto groups = make_shard_groups(everybody, options);
+  const auto groups = make_shard_groups(job, options);
   if (groups.replicated()) {
     // Ranks of another host may have come to one whose shards have second owners.
     const bool present = !has_second_owners() && always_present(groups.shard, parallel.state().tensors);
     const Label label{step, -1, "whether ranks of each host share memory"};
-    if (everybody.all_reduce(present ? 1 : 0, ReduceOp::min, label) == 0) {
+    if (job.all_reduce(present ? 1 : 0, ReduceOp::min, label) == 0) {
       refuse_hosts_with_pages(options.sharding_strategy);
     }
   } else {
-    const bool has_pages = parallel.has_pages_over(everybody);
+    const bool has_pages = parallel.needs_second_owners(job);
     if (has_pages) parallel.require_second_owners();  // which the ranks before did not need
-    begin_regroup(everybody, has_pages);
+    begin_regroup(job, has_pages);
   }
-  regroup(parallel, groups, everybody, step);
+  regroup(parallel, groups, job, step);
 }
 
-void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& everybody,
+void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const ShardGroups& groups, const Group& job,
                                         int64_t step) {
   parallel.regroup(groups, step, !has_second_owners());
   state().wait_at_first_touch = parallel.shards_->pager != nullptr;
-  ShardedOptimizerCore::regroup(groups.shard, everybody, {parallel.shards_->module}, step);
+  ShardedOptimizerCore::regroup(groups.shard, job, {parallel.shards_->module}, step);
 }
 
 }  // namespace shoal

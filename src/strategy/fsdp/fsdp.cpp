@@ -98,7 +98,7 @@ void FullyShardedCore::adopt_changes(bool training) {
   if (training) module.require_kinds();
   const bool converts = shards_->options.param_dtype && (shards_->pager || module.any_other_dtype());
   const bool collective = training ? state().no_sync_depth == 0 : converts;
-  if (collective) module.adopt_changes({step(), -1, "replaced parameters"});
+  if (collective) module.adopt_changes({steps(), -1, "replaced parameters"});
 }
 
 // Keeps the parameters' tensor objects, so that references to them stay valid.
@@ -108,7 +108,7 @@ void FullyShardedCore::unwrap() {
   }
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  shards_->module->adopt_changes({step(), -1, "replaced parameters"});
+  shards_->module->adopt_changes({steps(), -1, "replaced parameters"});
   std::vector<at::Tensor> values;
   for (const auto& entry : state().tensors.parameters) {
     if (!shards_->options.param_dtype) {
@@ -126,7 +126,7 @@ void FullyShardedCore::unwrap() {
   }
   for (const auto& [buffer, dtype] : shards_->buffer_dtypes) buffer.set_data(buffer.to(dtype));
   give_back_all_of(*this);
-  shards_->groups.all.barrier({step(), -1, "unwrapped"}).wait();  // no rank reads another one's values any more
+  shards_->groups.all.barrier({steps(), -1, "unwrapped"}).wait();  // no rank reads another one's values any more
 }
 
 void FullyShardedCore::begin_pass(bool training) {
@@ -173,7 +173,7 @@ double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
   if (module.clip_without_scale) return module.clip_without_scale(max_norm, norm_type);
   const torch::NoGradGuard no_grad;
   const auto sums = summed_gradients();
-  const double norm = global_norm(sums, norm_type, module.shard(), {step(), -1, "norm of the gradients"});
+  const double norm = global_norm(sums, norm_type, module.shard(), {steps(), -1, "norm of the gradients"});
   module.clip_sums(sums, norm, max_norm);
   return norm;
 }
@@ -266,7 +266,7 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
 
 FullyShardedOptimizerCore::FullyShardedOptimizerCore(FullyShardedCore& parallel, ParamGroups groups,
                                                      std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                                     const Factory& make, bool element_wise,
+                                                     const OptimizerFactory& make, bool element_wise,
                                                      const FullyShardedOptimizerOptions& options)
     : ShardedOptimizerCore(complete(parallel, std::move(groups)), std::move(defaults), make,
                            make_state(parallel, element_wise, options)) {}

@@ -58,7 +58,7 @@ at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::S
 void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  shards_->module->agree_on_changes({step(), -1, "replaced parameters"});
+  shards_->module->agree_on_changes({steps(), -1, "replaced parameters"});
   const auto& tensors = state().tensors;
   const bool here = !recipient || *recipient == shards_->groups.all.rank();
   std::exception_ptr error;

@@ -106,7 +106,7 @@ FullParameters FullyShardedCore::summon_full_params(bool writeback) {
 }
 
 FullParameters::FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options, bool reads_only) {
-  auto wrappers = options.recurse ? core.wrappers_within() : std::vector<FullyShardedCore*>();
+  auto wrappers = options.recurse ? wrappers_within(*core.module(), core) : std::vector<FullyShardedCore*>();
   wrappers.push_back(&core);
   for (auto* wrapper : wrappers) wrapper->check_hold(options);
   auto undo = c10::make_scope_exit([&] {
@@ -127,10 +127,6 @@ FullParameters::~FullParameters() {
     } catch (const Error&) {  // NOLINT(bugprone-empty-catch): see the header
     }
   }
-}
-
-std::vector<FullyShardedCore*> FullyShardedCore::wrappers_within() {
-  return shoal::wrappers_within(*module(), *this);
 }
 
 // Checks before the scope takes effect, so that nothing has to be undone after an error.

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "strategy/local_updates/mean.h"
 
 namespace shoal {

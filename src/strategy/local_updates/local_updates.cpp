@@ -1,4 +1,4 @@
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -258,12 +258,6 @@ MeanParameters LocalUpdates::mean_parameters() {
     --state->means_shown;
     if (untouched) state->note();
   });
-}
-
-MeanParameters::~MeanParameters() {
-  const torch::NoGradGuard no_grad;
-  for (auto& [tensor, own] : saved_) tensor.copy_(own);
-  if (ended_) ended_();
 }
 
 int64_t LocalUpdates::steps() const {

@@ -82,9 +82,9 @@ DistributedOptimizerOptions with_hook_in_use(const Chunks& chunks, DistributedOp
 }  // namespace
 
 std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_state(
-    const Modules& chunks, bool cut, const Group& group, const DistributedOptimizerOptions& options) {
+    const Modules& chunks, bool element_wise, const Group& group, const DistributedOptimizerOptions& options) {
   options.validate();
-  if (options.reuse_grad_buf_for_param_gather && !cut) {
+  if (options.reuse_grad_buf_for_param_gather && !element_wise) {
     throw UsageError(
         "DistributedOptimizer: reuse_grad_buf_for_param_gather needs an element-wise optimizer (element_wise); "
         "for others, a rank has memory only for the gradients of its own parameters. Unset it");
@@ -114,14 +114,14 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
   const auto groups = groups_of(group, options);
   auto state = std::make_unique<State>("DistributedOptimizer", groups.shard);
   if (options.shard_within_host) state->everybody = group;
-  state->element_wise = cut;
+  state->element_wise = element_wise;
   state->clip_grad = options.clip_grad;
   state->log_num_zeros_in_grad = options.log_num_zeros_in_grad;
   state->wait_at_first_touch = options.overlap_param_gather;
   state->timers = options.timers;
   state->scalar_groups = scalar_groups(groups.shard, options.model_parallel_group);
   for (size_t number = 0; number < chunks.size(); ++number) {
-    state->modules.push_back(make_chunk(tensors[number], groups, held, cut, chunk_prefix(chunks, number)));
+    state->modules.push_back(make_chunk(tensors[number], groups, held, element_wise, chunk_prefix(chunks, number)));
     state->modules.back()->know(KnownModule(chunks[number], state->name));
   }
   if (options.scaler) state->scaler.emplace(*options.scaler);
@@ -130,10 +130,10 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
 
 DistributedOptimizerCore::DistributedOptimizerCore(const Modules& chunks, ParamGroups groups,
                                                    std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                                   const Factory& make, bool cut, const Group& group,
+                                                   const OptimizerFactory& make, bool element_wise, const Group& group,
                                                    const DistributedOptimizerOptions& options)
     : ShardedOptimizerCore(complete(chunks, std::move(groups), options), std::move(defaults), make,
-                           make_state(chunks, cut, group, options)),
+                           make_state(chunks, element_wise, group, options)),
       reduction_(std::make_unique<Reduction>(Reduction{.modules = chunks,
                                                        .options = with_hook_in_use(chunks, options),
                                                        .ignored = ignored_by_chunk(chunks, options.ignored)})) {

@@ -29,9 +29,9 @@ const char* about_sums(const DistributedOptimizerOptions& options) {
 
 // Equal ranges of buffers need equally many ranks on each host.
 std::unique_ptr<GradientReduction> make_reduction(const std::vector<Gradient>& gradients, const ShardGroups& groups,
-                                                  const DistributedOptimizerOptions& options, bool cut) {
+                                                  const DistributedOptimizerOptions& options, bool element_wise) {
   const auto caps = buffer_caps(gradients, options);
-  const bool ranges = cut && groups.equal;
+  const bool ranges = element_wise && groups.equal;
   std::vector<int> owners;
   if (!ranges) {
     std::vector<at::Tensor> parameters;
@@ -73,13 +73,13 @@ ShardGroups groups_of(const Group& group, const DistributedOptimizerOptions& opt
 }
 
 std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const ShardGroups& groups,
-                                          const DistributedOptimizerOptions& options, bool cut,
+                                          const DistributedOptimizerOptions& options, bool element_wise,
                                           const std::string& prefix) {
   auto gradients = gradients_of(tensors);
   for (auto& gradient : gradients) gradient.sparse = false;  // buffers are dense
   if (options.grad_reduce_in_fp32) widen(gradients);
-  auto reduction = with_hook(make_reduction(gradients, groups, options, cut), options.communication_hook, gradients,
-                             "DistributedOptimizer", prefix);
+  auto reduction = with_hook(make_reduction(gradients, groups, options, element_wise), options.communication_hook,
+                             gradients, "DistributedOptimizer", prefix);
   auto reducer =
       std::make_shared<Reducer>(std::move(gradients), groups.all,
                                 ReducerOptions{.find_unused_parameters = true,

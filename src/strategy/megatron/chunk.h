@@ -17,10 +17,10 @@ namespace shoal {
 // Collective.
 ShardGroups groups_of(const Group& group, const DistributedOptimizerOptions& options);
 
-// Moves parameters, which are equal on all ranks, into buffers, unless they are gathered in their gradients'. `cut`:
+// Moves parameters, which are equal on all ranks, into buffers, unless they are gathered in their gradients'. `element_wise`:
 // equal ranges of each buffer, else whole parameters. prefix: of the parameters' names in a hook's state. Collective.
 std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const ShardGroups& groups,
-                                          const DistributedOptimizerOptions& options, bool cut,
+                                          const DistributedOptimizerOptions& options, bool element_wise,
                                           const std::string& prefix);
 
 // The parameter's number in the chunk's reducer; none for another chunk's.

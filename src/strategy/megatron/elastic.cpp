@@ -31,16 +31,16 @@ void DistributedOptimizerCore::require_regroupable() const {
   if (options.model_parallel_group) faults.emplace_back("model_parallel_group has ranks of other replicas' stages");
   if (!reduction_->declared.empty()) faults.emplace_back("all_reduce_grads() keeps groups of its own");
   if (!faults.empty()) throw UsageError(fmt::format("Elastic: DistributedOptimizer: {}", fmt::join(faults, "; ")));
-  if (is_apart_over(group())) return require_second_owners();
+  if (needs_second_owners(group())) return require_second_owners();
   ShardedOptimizerCore::require_regroupable();
 }
 
-bool DistributedOptimizerCore::shards_over_all() const {
+bool DistributedOptimizerCore::shards_across_hosts() const {
   return !reduction_->options.shard_within_host;
 }
 
-bool DistributedOptimizerCore::is_apart_over(const Group& everybody) const {
-  return shards_over_all() && everybody.size() > 1 && everybody.transport() != "host";
+bool DistributedOptimizerCore::needs_second_owners(const Group& job) const {
+  return shards_across_hosts() && job.size() > 1 && job.transport() != "host";
 }
 
 void DistributedOptimizerCore::require_second_owners() const {
@@ -52,8 +52,8 @@ void DistributedOptimizerCore::require_second_owners() const {
 
 // The former chunks keep their memory until the parameters have moved out of it.
 void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
-  if (shards_over_all()) {
-    const bool apart = is_apart_over(group);
+  if (shards_across_hosts()) {
+    const bool apart = needs_second_owners(group);
     if (apart) require_second_owners();  // which the ranks before did not need
     begin_regroup(group, apart);
   }

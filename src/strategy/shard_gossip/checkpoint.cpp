@@ -44,9 +44,9 @@ class ShardGossipSource : public FullyShardedSource {
     FullyShardedSource::require_own_values();
     if (!gossip_.holds_mean) return;
     throw UsageError(
-        "ShardGossipOptimizer: a checkpoint between hold_mean() and hold_own() (in Python, within mean_parameters()), "
-        "where the parameters are the mean over hosts and go back to this host's own: save and load outside of that. A "
-        "checkpoint has the mean, too; save_module() of the full parameters, summoned meanwhile, writes it alone");
+        "ShardGossipOptimizer: a checkpoint within a scope of mean_parameters(), where the parameters are the mean "
+        "over hosts and go back to this host's own: save and load outside of that. A checkpoint has the mean, too; "
+        "save_module() of the full parameters, summoned meanwhile, writes it alone");
   }
 
   CarriedStates carried() override {

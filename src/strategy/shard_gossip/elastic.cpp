@@ -21,22 +21,22 @@ void ShardGossipOptimizerCore::refuse_in_elastic_job(const char* what) const {
   throw UsageError(
       fmt::format("ShardGossipOptimizer: {} in an elastic job: it changes the parameters outside of Elastic::step(), "
                   "where a rank that ends would leave some of them changed: call it once the Elastic has ended. "
-                  "hold_mean() and hold_own() (in Python, mean_parameters()) show the hosts' mean meanwhile",
+                  "mean_parameters() shows the hosts' mean meanwhile",
                   what));
 }
 
-void ShardGossipOptimizerCore::require_regroupable(const FullyShardedCore& parallel, const Group& everybody) {
+void ShardGossipOptimizerCore::require_regroupable(const FullyShardedCore& parallel, const Group& job) {
   const auto refuse = [](const std::string& fault) { throw UsageError("Elastic: ShardGossipOptimizer: " + fault); };
   require_own(parallel);
-  const auto place = hybrid_ranks(ranks_by_host(hosts_of(everybody)), everybody.rank());
+  const auto place = hybrid_ranks(ranks_by_host(hosts_of(job)), job.rank());
   if (world_ranks(state().group) != place.inside || world_ranks(gossip_->across) != place.across) {
     refuse("its groups are not those of the job's hosts: make them with host_groups(world.group()), without a size");
   }
   if (!gossip_->options.overlap) {
     refuse("overlap is off, so that values change once more after an update, which a rank's end could cut off: set it");
   }
-  gossip_->names = names_of_hosts(everybody);
-  state().everybody = everybody;
+  gossip_->names = names_of_hosts(job);
+  state().everybody = job;
   try {
     ShardedOptimizerCore::require_regroupable();
   } catch (...) {
@@ -85,10 +85,10 @@ void ShardGossipOptimizerCore::show_update() {
 
 // Hosts that are left may have different numbers of ranks. As many of each own shards as the smallest has, equal ones on all
 // hosts. All hosts are after the same step, and show its values anew.
-void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& everybody, int64_t step) {
-  const auto ranks = ranks_by_host(hosts_of(everybody));
-  const auto place = hybrid_ranks(ranks, everybody.rank());
-  const auto inside = everybody.subgroup(place.inside);
+void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& job, int64_t step) {
+  const auto ranks = ranks_by_host(hosts_of(job));
+  const auto place = hybrid_ranks(ranks, job.rank());
+  const auto inside = job.subgroup(place.inside);
   auto& gossip = *gossip_;
   // The ranks may have changed while parameters held the hosts' mean, or while only some ranks had kept their own values.
   if (gossip.kept) gossip.kept->put_all_back();
@@ -98,25 +98,25 @@ void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& 
   ShardGroups groups{.all = inside, .shard = inside, .places = std::vector<int>(place.inside.size())};
   std::iota(groups.places.begin(), groups.places.end(), 0);
   groups.owners = smallest(ranks);
-  groups.equal = groups.owners * static_cast<int>(ranks.size()) == everybody.size();
-  FullyShardedOptimizerCore::regroup(parallel, groups, everybody, step);
+  groups.equal = groups.owners * static_cast<int>(ranks.size()) == job.size();
+  FullyShardedOptimizerCore::regroup(parallel, groups, job, step);
 
   const torch::NoGradGuard no_grad;
   const bool owns = !place.across.empty();
-  gossip.across = everybody.subgroup(owns ? place.across : std::vector<int>{everybody.rank()});
+  gossip.across = job.subgroup(owns ? place.across : std::vector<int>{job.rank()});
   gossip.sizes.clear();
   gossip.ranks.clear();
   gossip.gone.clear();
   for (const auto& host : ranks) {
     gossip.sizes.push_back(static_cast<int>(host.size()));
     auto& members = gossip.ranks.emplace_back();
-    for (const int rank : host) members.push_back(everybody.world_rank(rank));
+    for (const int rank : host) members.push_back(job.world_rank(rank));
   }
   gossip.gathered.clear();
   gossip.mixed_in.clear();
   gossip.mixed_at.reset();
   gossip.remaining.reset();
-  const auto present = names_of_hosts(everybody);
+  const auto present = names_of_hosts(job);
   std::vector<int> absent;
   for (size_t host = 0; host < gossip.names.size(); ++host) {
     const bool here = std::find(present.begin(), present.end(), gossip.names[host]) != present.end();

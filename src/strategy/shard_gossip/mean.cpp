@@ -19,10 +19,21 @@ void ShardGossipOptimizerCore::global_avg() {
   state().publish();
 }
 
+MeanParameters ShardGossipOptimizerCore::mean_parameters() {
+  hold_mean();
+  return MeanParameters({}, [this] {
+    try {
+      hold_own();
+    } catch (const Error&) {  // a rank of this host has ended: the next step reports that
+      restore_own();
+    }
+  });
+}
+
 void ShardGossipOptimizerCore::hold_mean() {
   const torch::NoGradGuard no_grad;
-  if (gossip_->holds_mean) throw UsageError("ShardGossipOptimizer: hold_mean() again before hold_own()");
-  for (const auto& module : state().modules) module->require_not_lent("hold_mean()");
+  if (gossip_->holds_mean) throw UsageError("ShardGossipOptimizer: mean_parameters() within a scope of it");
+  for (const auto& module : state().modules) module->require_not_lent("mean_parameters()");
   agree_on_hosts();
   const auto& hosts = gossip_->mixing->remaining();
   keep_own();

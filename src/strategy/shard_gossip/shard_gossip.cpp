@@ -42,11 +42,11 @@ std::unique_ptr<torch::optim::OptimizerOptions> checked(std::unique_ptr<torch::o
 
 }  // namespace
 
-ShardGossipOptimizerCore::ShardGossipOptimizerCore(FullyShardedCore& parallel, const Group& across, ParamGroups groups,
+ShardGossipOptimizerCore::ShardGossipOptimizerCore(FullyShardedCore& parallel, ParamGroups groups,
                                                    std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                                   const Factory& make, bool element_wise,
-                                                   const FullyShardedOptimizerOptions& options,
-                                                   const ShardGossipOptions& gossip)
+                                                   const OptimizerFactory& make, bool element_wise, const Group& across,
+                                                   const ShardGossipOptions& gossip,
+                                                   const FullyShardedOptimizerOptions& options)
     : FullyShardedOptimizerCore(parallel, std::move(groups), checked(std::move(defaults), gossip, across), make,
                                 element_wise, options),
       gossip_(std::make_unique<Gossip>(parallel.group(), across, gossip)) {
@@ -95,8 +95,8 @@ void ShardGossipOptimizerCore::open() {
 void ShardGossipOptimizerCore::require_own_values() const {
   if (!gossip_->holds_mean) return;
   throw UsageError(
-      "ShardGossipOptimizer: a step between hold_mean() and hold_own() (in Python, within mean_parameters()), "
-      "where the parameters are the mean over hosts and go back to this host's own: end that first");
+      "ShardGossipOptimizer: a step within a scope of mean_parameters(), where the parameters are the mean over hosts "
+      "and go back to this host's own: end that first");
 }
 
 void ShardGossipOptimizerCore::complete_gradients() {

@@ -165,8 +165,8 @@ void OSSCore::State::adopt_values() {
   for (const auto& buffer : buffers) buffer->leave_moved();  // other ranks may have to finish the update
 }
 
-OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
-                 bool element_wise, const Group& group, const OSSOptions& options)
+OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                 OptimizerFactory make, bool element_wise, const Group& group, const OSSOptions& options)
     : ShardedOptimizerBase(groups, std::move(defaults), std::move(make), [&] {
         options.validate();
         agree(group, "the options of OSS",

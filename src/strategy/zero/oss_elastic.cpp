@@ -39,13 +39,13 @@ void OSSCore::State::divide_anew() {
 
 namespace {
 
-// Whether the group is for the ranks of this host, of those of `everybody`. UsageError for hosts of different numbers of ranks, unless so many `owners` of each host own the parameters.
-bool is_that_of_this_host(const Group& group, const Group& everybody, std::optional<int> owners) {
-  if (group.name() == everybody.name()) return is_by_host(group);  // there is one host, so far
-  const auto groups = ranks_by_host(hosts_of(everybody));
-  if (world_ranks(group) != hybrid_ranks(groups, everybody.rank()).inside) return false;
+// Whether the group is for the ranks of this host, of those of `job`. UsageError for hosts of different numbers of ranks, unless so many `owners` of each host own the parameters.
+bool is_that_of_this_host(const Group& group, const Group& job, std::optional<int> owners) {
+  if (group.name() == job.name()) return is_by_host(group);  // there is one host, so far
+  const auto groups = ranks_by_host(hosts_of(job));
+  if (world_ranks(group) != hybrid_ranks(groups, job.rank()).inside) return false;
   const int least = smallest(groups);
-  if (owners != least && least * static_cast<int>(groups.size()) != everybody.size()) {
+  if (owners != least && least * static_cast<int>(groups.size()) != job.size()) {
     throw UsageError(
         "Elastic: OSS over world.group().by_host() with DistributedDataParallel needs equally many ranks on each host "
         "at the start: all hosts must divide the parameters alike, as ShardedDataParallel makes them do");
@@ -55,13 +55,13 @@ bool is_that_of_this_host(const Group& group, const Group& everybody, std::optio
 
 }  // namespace
 
-void OSSCore::require_regroupable(const Group& everybody) {
-  if (is_that_of_this_host(state().group, everybody, state().owners)) state().everybody = everybody;
+void OSSCore::require_regroupable(const Group& job) {
+  if (is_that_of_this_host(state().group, job, state().owners)) state().everybody = job;
   if (state().options.broadcast_fp16) throw UsageError("Elastic: OSSOptions::broadcast_fp16 is not supported");
-  if (is_apart_over(everybody)) return;
+  if (needs_second_owners(job)) return;
   const auto& buffers = state().buffers;
   const bool shared = std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return buffer->shared(); });
-  if (everybody.all_reduce(shared ? 1 : 0, ReduceOp::min, state().label("whether parameters are shared")) == 0) {
+  if (job.all_reduce(shared ? 1 : 0, ReduceOp::min, state().label("whether parameters are shared")) == 0) {
     throw UsageError(
         "Elastic: OSS outlives its ranks only where they share its parameters: on the CPU of one host, over the "
         "transport auto or host (of all hosts); on several give it world.group().by_host(), and its wrapper "
@@ -69,12 +69,12 @@ void OSSCore::require_regroupable(const Group& everybody) {
   }
 }
 
-bool OSSCore::shards_over_all() const {
+bool OSSCore::shards_across_hosts() const {
   return !state().everybody && !is_by_host(state().group);
 }
 
-bool OSSCore::is_apart_over(const Group& everybody) const {
-  return shards_over_all() && everybody.size() > 1 && everybody.transport() != "host";
+bool OSSCore::needs_second_owners(const Group& job) const {
+  return shards_across_hosts() && job.size() > 1 && job.transport() != "host";
 }
 
 bool OSSCore::has_owner(const at::Tensor& parameter) const {
@@ -83,7 +83,7 @@ bool OSSCore::has_owner(const at::Tensor& parameter) const {
 
 void OSSCore::regroup(const Group& group, int64_t step) {
   auto& state = this->state();
-  if (shards_over_all()) begin_regroup(group, is_apart_over(group));
+  if (shards_across_hosts()) begin_regroup(group, needs_second_owners(group));
   if (state.second) {
     state.group = group;
     state.steps = step;  // which a rank that has come does not know, for labels

@@ -336,7 +336,7 @@ void ShardedDataParallelCore::regroup(int64_t step) {
   auto& state = this->state();
   if (auto* hook = state.reducer->reduction().hook()) hook->reset();
   state.watch.note();  // the parameters have moved, on some hosts only
-  state.group = sharding_->optimizers.front()->everybody();
+  state.group = sharding_->optimizers.front()->job();
   sharding_->take(groups_of(sharding_->optimizers, state.group));
   state.entered = false;
   sharding_->owners.clear();  // nothing is left; the former reducer stays until there is another one: this may fail

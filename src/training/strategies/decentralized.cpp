@@ -2,8 +2,6 @@
 
 #include "shoal/decentralized.h"
 
-#include <algorithm>
-
 #include "training/builtin.h"
 #include "training/common_values.h"
 #include "training/parts.h"
@@ -11,20 +9,6 @@
 
 namespace shoal {
 namespace {
-
-// Makes the recipe's optimizer for the part of the model's param groups that is in one bucket.
-OptimizerOfNamed optimizer_of_buckets(const TrainingParts& parts) {
-  return [parts](const std::vector<NamedParameter>& named) {
-    auto groups = groups_of(parts);
-    for (auto& group : groups) {
-      std::erase_if(group.params(), [&](const at::Tensor& parameter) {
-        return std::none_of(named.begin(), named.end(),
-                            [&](const NamedParameter& entry) { return entry.parameter.is_same(parameter); });
-      });
-    }
-    return parts.recipe.make(groups);
-  };
-}
 
 DecentralizedDataParallelOptions decentralized_options(const OptionValues& values, const TrainingOptions& options,
                                                        int ranks) {
@@ -54,7 +38,7 @@ class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelC
  public:
   explicit Decentralized(const TrainingParts& parts)
       : WrappedTraining(parts),
-        parallel_(parts.module, optimizer_of_buckets(parts), parts.group,
+        parallel_(parts.module, parts.recipe, parts.group,
                   decentralized_options(parts.values, parts.options, parts.group.size())),
         whole_(parts.recipe.make(groups_of(parts))) {
     parallel_.take_options_from(*whole_);

@@ -52,8 +52,8 @@ class HybridGossip : public FsdpTraining {
   static MakeOptimizer averaging_with(const TrainingParts& parts, const Group& across) {
     return [parts, across, groups = groups_of_units(parts)](FullyShardedCore& parallel) {
       return std::make_unique<ShardGossipOptimizerCore>(
-          parallel, across, groups, parts.recipe.defaults->clone(), parts.recipe.make, parts.recipe.element_wise,
-          sharded_optimizer_options(parts), gossip_options(parts.values, parts.options, across.size()));
+          parallel, groups, parts.recipe.defaults->clone(), parts.recipe.make, parts.recipe.element_wise, across,
+          gossip_options(parts.values, parts.options, across.size()), sharded_optimizer_options(parts));
     };
   }
 
@@ -62,35 +62,20 @@ class HybridGossip : public FsdpTraining {
    public:
     // Buffers last, over the ranks that were present at first: if a rank ends meanwhile, ranks that are further ahead
     // fail here, too, and all start over.
-    explicit Mean(HybridGossip& training) : gossip_(training.gossip()) {
+    explicit Mean(HybridGossip& training) {
       const auto present = training.active_group();
-      gossip_.hold_mean();
-      try {
-        // An operation may succeed on one rank of the host and fail on another.
-        fail_together(training.inside(), {-1, -1, "whether all ranks have answered"},
-                      "a rank of another host has ended, as another rank of this host noticed", [&] {
-                        buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(),
-                                                                  *present);
-                      });
-        whole_ = training.FsdpTraining::full_parameters();
-      } catch (...) {
-        buffers_.reset();
-        gossip_.hold_own();
-        throw;
-      }
+      mean_.emplace(training.gossip().mean_parameters());
+      // An operation may succeed on one rank of the host and fail on another.
+      fail_together(training.inside(), {-1, -1, "whether all ranks have answered"},
+                    "a rank of another host has ended, as another rank of this host noticed", [&] {
+                      buffers_ =
+                          std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(), *present);
+                    });
+      whole_ = training.FsdpTraining::full_parameters();
     }
-    ~Mean() {
-      try {
-        whole_.reset();
-        gossip_.hold_own();
-      } catch (const Error&) {  // a rank of this host has ended, and so has the host; its next step reports that
-      }
-    }
-    Mean(const Mean&) = delete;
-    Mean& operator=(const Mean&) = delete;
 
    private:
-    ShardGossipOptimizerCore& gossip_;
+    std::optional<MeanParameters> mean_;
     std::unique_ptr<CommonValues> buffers_;
     std::shared_ptr<void> whole_;
   };

@@ -1,6 +1,6 @@
 // Strategies local_sgd, slowmo and diloco. They evaluate and save the mean of the ranks' parameters.
 
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "training/builtin.h"
 #include "training/strategies/replicated.h"
 

@@ -25,7 +25,7 @@ class Megatron : public TrainingCore {
   NoSync no_sync(bool accumulate) override { return optimizer_.no_sync(accumulate); }
   bool step() override { return optimizer_.step().updated; }
   void abandon_step() override { optimizer_.abandon_step(); }
-  void abandon_failed_step() override { optimizer_.settle(); }
+  void abandon_failed_step() override { JoinAccess::settle(optimizer_); }
   std::string open_scope() const override { return optimizer_.open_scope(); }
   Joinable& joinable() override { return optimizer_; }
   torch::optim::Optimizer& optimizer() override { return optimizer_; }

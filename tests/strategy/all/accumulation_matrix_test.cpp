@@ -5,9 +5,9 @@
 #include <torch/types.h>
 
 #include "engine/reducer/step_trailer.h"
+#include "shoal/call_log.h"
 #include "shoal/decentralized.h"
-#include "shoal/detail/call_log.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "tests/strategy/all/even.h"
 #include "tests/support/models.h"
 #include "tests/support/training.h"
@@ -154,7 +154,7 @@ TEST(Accumulation, BEY08_neighbours_exchange_once_a_step) {
   for (const int64_t micros : {1, 2, 4, 8}) {
     const auto log = std::make_shared<CallLog>();
     auto model = std::make_shared<EvenImpl>();
-    DecentralizedDataParallel parallel(model, optimizer_with<torch::optim::SGD>(sgd), group().recorded(log),
+    DecentralizedDataParallel parallel(model, optimizer_recipe<torch::optim::SGD>(sgd), group().recorded(log),
                                        {.topology = make_topology("ring", group().size()), .bucket_cap_mb = 1e-3});
     for (int64_t step = 0; step < steps; ++step) {
       if (step == 1) log->clear();  // ranks agree on buckets in the first step

@@ -250,7 +250,8 @@ TEST(LoggingData, DDP17_every_strategy_has_it) {
 
 TEST(LoggingData, DDP17_decentralized_has_it) {
   auto model = std::make_shared<SlowImpl>();
-  DecentralizedDataParallel<SlowImpl> parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1)),
+  DecentralizedDataParallel<SlowImpl> parallel(model,
+                                               optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1)),
                                                group(), {.topology = make_topology("ring", group().size())});
   for (int64_t step = 0; step < 3; ++step) {
     mean_loss(parallel.forward(batch(group().rank(), step))).backward();

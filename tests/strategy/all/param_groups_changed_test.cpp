@@ -9,7 +9,7 @@
 
 #include "shoal/ddp.h"
 #include "shoal/fsdp.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "shoal/optim.h"
 #include "shoal/optimizer_in_backward.h"
@@ -65,7 +65,7 @@ std::unique_ptr<Sharded> make(const std::string& name) {
     const auto hosts = host_groups(group(), group().size());
     auto wrapper = std::make_shared<FullyShardedDataParallel<MlpImpl>>(model, gossip ? hosts.inside : group());
     if (gossip) {
-      take(*made, std::make_shared<ShardGossipOptimizer<torch::optim::SGD>>(*wrapper, hosts.across, sgd));
+      take(*made, std::make_shared<ShardGossipOptimizer<torch::optim::SGD>>(*wrapper, sgd, hosts.across));
     } else {
       take(*made, std::make_shared<FullyShardedOptimizer<torch::optim::SGD>>(*wrapper, sgd));
     }

@@ -7,7 +7,7 @@
 #include "shoal/ddp.h"
 #include "shoal/decentralized.h"
 #include "shoal/error.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "tests/strategy/all/replaced_tensors.h"
 #include "tests/support/refusal.h"
 
@@ -17,12 +17,8 @@ namespace {
 using namespace replaced_tensors;
 using testing::HasSubstr;
 
-OptimizerOfNamed sgd_of_named() {
-  return [](const std::vector<NamedParameter>& named) {
-    std::vector<at::Tensor> parameters;
-    for (const auto& entry : named) parameters.push_back(entry.parameter);
-    return std::make_unique<SGD>(parameters, SGDOptions(0.05));
-  };
+OptimizerRecipe sgd_recipe() {
+  return optimizer_recipe<SGD>(SGDOptions(0.05));
 }
 
 // Every rank has the same batch, so that neighbours agree and everything equals one process.
@@ -31,7 +27,7 @@ TEST(ReplacedTensorsElsewhere, decentralized_starts_from_what_was_loaded) {
     for (const int64_t load_at : {0, 2}) {
       SCOPED_TRACE(std::string(views ? "views" : "own memory") + ", step " + std::to_string(load_at));
       auto net = std::make_shared<NetImpl>(1);
-      DecentralizedDataParallel<NetImpl> parallel(net, sgd_of_named(), group(), {.param_as_bucket_view = views});
+      DecentralizedDataParallel<NetImpl> parallel(net, sgd_recipe(), group(), {.param_as_bucket_view = views});
       NetImpl one(1);
       SGD optimizer(one.parameters(), SGDOptions(0.05));
       const auto other = std::make_shared<NetImpl>(7);
@@ -63,7 +59,7 @@ TEST(ReplacedTensorsElsewhere, decentralized_parameters_exchange_their_memory_an
     SCOPED_TRACE("step " + std::to_string(exchange_at));
     auto net = trained_net();
     auto one = trained_net();
-    DecentralizedDataParallel<NetImpl> parallel(net, sgd_of_named(), group(), {.bucket_cap_mb = 0.0001});
+    DecentralizedDataParallel<NetImpl> parallel(net, sgd_recipe(), group(), {.bucket_cap_mb = 0.0001});
     SGD optimizer(one->parameters(), SGDOptions(0.05));
     std::vector<at::Tensor> handles;
     for (const auto& parameter : net->parameters()) handles.push_back(parameter.data());
@@ -87,7 +83,7 @@ TEST(ReplacedTensorsElsewhere, decentralized_parameters_exchange_their_memory_an
 
 TEST(ReplacedTensorsElsewhere, decentralized_parameters_on_the_memory_of_another_are_refused_by_name) {
   auto net = trained_net();
-  DecentralizedDataParallel<NetImpl> parallel(net, sgd_of_named(), group(), {});
+  DecentralizedDataParallel<NetImpl> parallel(net, sgd_recipe(), group(), {});
   const auto refuses = [&](const auto& act) {
     net->second->bias.set_data(net->first->bias.data());
     EXPECT_THAT(refusal(act), testing::AllOf(HasSubstr("first.bias and second.bias"), HasSubstr("clone()")));

@@ -8,7 +8,7 @@
 #include <torch/utils.h>
 
 #include "shoal/decentralized.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/shard_gossip.h"
 #include "tests/strategy/decentralized/decentralized_simulation.h"
 #include "tests/support/models.h"
@@ -85,7 +85,7 @@ struct Gossip {
       : model(std::make_shared<ZooImpl>(dtype)),
         hosts(host_groups(group(), group().size() % 2 == 0 ? 2 : 1)),
         parallel(model, hosts.inside),
-        optimizer(parallel, hosts.across, defaults,
+        optimizer(parallel, defaults, hosts.across,
                   {.topology = make_topology("complete", hosts.across.size()), .overlap = false}) {}
   void zero_grad() { optimizer.zero_grad(); }
   NoSync no_sync(bool accumulate) { return parallel.no_sync(accumulate); }
@@ -139,7 +139,7 @@ void train_decentralized_zoo(at::ScalarType dtype, int micros, bool views, doubl
       topology, [&] { return std::make_shared<ZooImpl>(dtype); }, defaults);
   const auto model = std::make_shared<ZooImpl>(dtype);
   DecentralizedDataParallel<ZooImpl> parallel(
-      model, optimizer_with<torch::optim::SGD>(defaults), group(),
+      model, optimizer_recipe<torch::optim::SGD>(defaults), group(),
       {.topology = topology, .bucket_cap_mb = 1e-4, .param_as_bucket_view = views});
   for (int64_t step = 0; step < 5; ++step) {
     for (int micro = 0; micro < micros; ++micro) {

@@ -9,7 +9,7 @@
 #include "shoal/ddp.h"
 #include "shoal/fsdp.h"
 #include "shoal/hooks.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/optim.h"
 #include "shoal/optimizer_in_backward.h"
 #include "shoal/zero.h"

@@ -23,7 +23,7 @@ using Options = DecentralizedDataParallelOptions;
 const SGDOptions fast = SGDOptions(0.1).momentum(0.9).weight_decay(0.2).nesterov(true);
 
 std::unique_ptr<Parallel> make(const Mlp& model, const SGDOptions& sgd, const Options& options = {}) {
-  return std::make_unique<Parallel>(model, optimizer_with<SGD>(sgd), group(), options);
+  return std::make_unique<Parallel>(model, optimizer_recipe<SGD>(sgd), group(), options);
 }
 
 void train(Parallel& parallel, int64_t from, int64_t to) {

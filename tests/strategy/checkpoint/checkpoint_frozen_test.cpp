@@ -13,7 +13,7 @@
 #include "engine/checkpoint/training_state.h"
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "shoal/optim.h"
 #include "shoal/training.h"

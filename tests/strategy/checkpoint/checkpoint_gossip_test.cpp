@@ -25,7 +25,7 @@ constexpr double small_bucket = 0.001;  // MiB; several buckets
 constexpr double large_bucket = 25;     // one
 
 std::unique_ptr<Parallel> make(const Mlp& model, double rate, const Options& options) {
-  return std::make_unique<Parallel>(model, optimizer_with<SGD>(SGDOptions(rate)), group(), options);
+  return std::make_unique<Parallel>(model, optimizer_recipe<SGD>(SGDOptions(rate)), group(), options);
 }
 
 void train(Parallel& parallel, int64_t from, int64_t to) {
@@ -95,7 +95,7 @@ TEST(TrainingCheckpoint, BEY05_a_schedule_of_libtorch_goes_on_at_another_number_
     EXPECT_TRUE(load(folder / "run", again).exact);
     EXPECT_EQ(rates_of(*resumed, 6), expected);
   }
-  Parallel alone(seeded(3), optimizer_with<SGD>(SGDOptions(0.1)), group().subgroup({group().rank()}), options);
+  Parallel alone(seeded(3), optimizer_recipe<SGD>(SGDOptions(0.1)), group().subgroup({group().rank()}), options);
   TrainingState again(alone);
   EXPECT_THAT(load(folder / "run", again).differences, testing::IsEmpty());
   EXPECT_EQ(rates_of(alone, 6), expected);

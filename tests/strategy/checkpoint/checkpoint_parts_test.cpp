@@ -5,11 +5,11 @@
 
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/fsdp.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "shoal/optim.h"
+#include "shoal/optimizer_state.h"
 #include "shoal/zero.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"

@@ -20,7 +20,7 @@
 #include "shoal/decentralized.h"
 #include "shoal/fsdp.h"
 #include "shoal/hooks.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/optim.h"
 #include "shoal/shard_gossip.h"
 #include "shoal/training.h"
@@ -161,7 +161,7 @@ inline bool start_own(Running& running, const std::string& strategy, const std::
     const auto hosts = host_groups(group, ranks_per_model(group));
     const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(
         model, hosts.inside, FullyShardedDataParallelOptions{.auto_wrap_policy = wrap_size(20)});
-    const auto optimizer = std::make_shared<ShardGossipOptimizer<FusedAdamW>>(*parallel, hosts.across, adamw);
+    const auto optimizer = std::make_shared<ShardGossipOptimizer<FusedAdamW>>(*parallel, adamw, hosts.across);
     train_by(running, parallel, optimizer);
     running.state = std::make_unique<TrainingState>(*parallel, *optimizer, group);
     running.optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };

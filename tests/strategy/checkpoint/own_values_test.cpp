@@ -317,7 +317,7 @@ TEST(OwnValues, BEY05_frozen_parameters_that_differ_between_hosts_come_back_on_e
   const auto with = [&](double value, const auto& use) {
     const auto model = std::make_shared<NetImpl>(0);
     FullyShardedDataParallel<NetImpl> parallel(model, hosts.inside);
-    ShardGossipOptimizer<FusedAdamW> optimizer(parallel, hosts.across, AdamWOptions(1e-2));
+    ShardGossipOptimizer<FusedAdamW> optimizer(parallel, AdamWOptions(1e-2), hosts.across);
     TrainingState state(parallel, optimizer, group());
     {
       const auto whole = parallel.summon_full_params();

@@ -52,7 +52,7 @@ TEST(DdpIdioms, DDP08_a_gradient_penalty_is_right_with_and_without_static_graph)
           [&](int rank) { return penalised(batch(rank, step), [&](const auto& x) { return reference->forward(x); }); });
       // The last bias is in the loss's graph, but not in the penalty's.
       ASSERT_LT(difference(gradients(*model), gradients(*reference)), 1e-12) << fixed << " step " << step;
-      EXPECT_EQ(parallel.step(), step + 1);
+      EXPECT_EQ(parallel.steps(), step + 1);
       optimizer.step();
       alone.step();
     }
@@ -197,7 +197,7 @@ TEST(DdpIdioms, DDP08_blocks_that_are_recomputed_once_need_no_static_graph) {
       BlocksImpl reference(false);
       reference_backward([&](int rank) { return mean_loss(reference.forward(batch(rank, step))); });
       ASSERT_LT(difference(gradients(*model), gradients(reference)), 1e-12) << step;
-      EXPECT_EQ(parallel.step(), step + 1);
+      EXPECT_EQ(parallel.steps(), step + 1);
     }
   }
 }
@@ -218,7 +218,7 @@ TEST(DdpIdioms, DDP08_a_forward_of_the_module_may_recompute_its_blocks) {
         (mean_loss(reference.forward(batch(rank, step))) * (rank + 1) / all).backward();
       }
       ASSERT_LT(difference(gradients(*model), gradients(reference)), 1e-12) << step;
-      EXPECT_EQ(parallel.step(), step + 1);
+      EXPECT_EQ(parallel.steps(), step + 1);
     }
   }
 }
@@ -331,7 +331,7 @@ TEST(DdpIdioms, DDP01_a_forward_may_return_nothing) {
   FullyShardedDataParallel<SilentImpl> units(sharded, group());
   units.forward(batch(group().rank(), 0));
   sharded->loss.backward();
-  EXPECT_EQ(units.step(), 1);
+  EXPECT_EQ(units.steps(), 1);
 }
 
 struct NormImpl : torch::nn::Module {

@@ -15,7 +15,7 @@
 #include "shoal/decentralized.h"
 #include "shoal/error.h"
 #include "shoal/fsdp.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "shoal/megatron.h"
 #include "shoal/optimizer_in_backward.h"
 #include "shoal/zero.h"
@@ -90,8 +90,8 @@ TEST_P(DdpSharedParameters, DDP08_each_wrapper_acts_in_the_backwards_of_its_own_
       turn(left, of_left, alone.left, alone_left, step);
       ++lefts;
     }
-    EXPECT_EQ(left.step(), lefts);
-    EXPECT_EQ(right.step(), rights);
+    EXPECT_EQ(left.steps(), lefts);
+    EXPECT_EQ(right.steps(), rights);
   }
   EXPECT_LT(difference(networks.parameters(), alone.parameters()), 1e-12);
 }
@@ -160,8 +160,8 @@ TEST(DdpSharedParameters, DDP08_a_former_wrapper_of_the_module_takes_no_part) {
   mean_loss(former.forward(batch(group().rank(), 0))).backward();
   DistributedDataParallel<MlpImpl> present(model.ptr(), group());
   for (int64_t step = 0; step < 3; ++step) mean_loss(present.forward(batch(group().rank(), step))).backward();
-  EXPECT_EQ(former.step(), 1);
-  EXPECT_EQ(present.step(), 3);
+  EXPECT_EQ(former.steps(), 1);
+  EXPECT_EQ(present.steps(), 3);
 }
 
 TEST(DdpSharedParameters, DDP08_the_module_of_a_wrapper_without_its_forward_is_refused_where_parameters_are_shared) {
@@ -190,7 +190,7 @@ TEST(DdpSharedParameters, wrappers_that_shard_or_mix_refuse_parameters_of_others
     expect_refusal("FullyShardedDataParallel", [&] { FullyShardedDataParallel<HeadImpl>(network, group()); });
     expect_refusal("DistributedOptimizer", [&] { DistributedOptimizer<torch::optim::SGD>(network, sgd, group()); });
     expect_refusal("DecentralizedDataParallel", [&] {
-      DecentralizedDataParallel<HeadImpl>(network, optimizer_with<torch::optim::SGD>(sgd), group());
+      DecentralizedDataParallel<HeadImpl>(network, optimizer_recipe<torch::optim::SGD>(sgd), group());
     });
     torch::optim::SGD whole(network->parameters(), sgd);
     expect_refusal("LocalUpdates", [&] { LocalUpdates(network, whole, group(), {.every = 2}); });
@@ -219,7 +219,7 @@ TEST(DdpSharedParameters, wrappers_that_shard_or_mix_refuse_parameters_of_others
     const Networks networks;
     { const DistributedOptimizer<torch::optim::SGD> left(networks.left, sgd, group()); }
     const Parallel right(networks.right, group());  // the other one is gone
-    EXPECT_EQ(right.step(), 0);
+    EXPECT_EQ(right.steps(), 0);
   }
 }
 

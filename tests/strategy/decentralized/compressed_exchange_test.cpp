@@ -123,7 +123,7 @@ class Simulation {
 
 struct Training {
   Training(const std::string& topology, const CompressedExchange& how)
-      : parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(lr)), group(),
+      : parallel(model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(lr)), group(),
                  {.topology = make_topology(topology, group().size()), .compressed_exchange = how}) {}
   void step() { parallel.forward(at::tensor(target_of(group().rank()), at::kDouble)).backward(); }
   void stop_learning() const {

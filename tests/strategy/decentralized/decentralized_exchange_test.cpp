@@ -7,6 +7,9 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
+#include <set>
+#include <string>
+
 #include "shoal/checkpoint.h"
 #include "shoal/error.h"
 #include "tests/strategy/checkpoint/checkpoint_training.h"
@@ -71,7 +74,7 @@ TEST(Decentralized, DEC11_global_avg_averages_floating_point_buffers_if_asked) {
       EXPECT_LT(parallel.consensus_distance(), 1e-14);
     }
     parallel.global_avg();  // at once again
-    EXPECT_EQ(parallel.step(), 6);
+    EXPECT_EQ(parallel.steps(), 6);
   }
 }
 
@@ -204,7 +207,7 @@ TEST(Decentralized, DEC10_a_hook_on_what_is_received_makes_gradient_tracking) {
     }
     if (ranks > 1) options.topology = Topology("lazy", ranks, Stochastic::doubly, {RoundSpec{.edges = edges}});
     DecentralizedDataParallel<PointImpl> parallel(
-        model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.05)), group(), options);
+        model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.05)), group(), options);
     for (int step = 0; step < 400; ++step) parallel.forward(target(me()), curvature(me())).backward();
     return (model->point - minimum).norm().item<double>();
   };
@@ -224,7 +227,7 @@ TEST(Decentralized, BEY04_push_sum_reaches_the_exact_mean_over_a_directed_graph)
   }
   const Topology topology("hub", group().size(), Stochastic::column, {RoundSpec{.edges = edges}});
   auto model = seeded(1);
-  DecentralizedDataParallel parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0)), group(),
+  DecentralizedDataParallel parallel(model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0)), group(),
                                      {.topology = topology, .bucket_cap_mb = small_bucket});
   std::vector<at::Tensor> mean;
   {
@@ -245,7 +248,7 @@ TEST(Decentralized, DEC06_ranks_that_agree_stay_where_they_are_in_float32) {
     Mlp model(12, 16, 5, at::kFloat);
     std::vector<at::Tensor> before;
     for (const auto& parameter : model->parameters()) before.push_back(parameter.detach().clone());
-    DecentralizedDataParallel parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0)), group(),
+    DecentralizedDataParallel parallel(model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0)), group(),
                                        {.topology = make_topology(name, group().size())});
     for (int64_t step = 0; step < 200; ++step) {
       mean_loss(parallel.forward(batch(me(), step).to(at::kFloat))).backward();
@@ -258,7 +261,7 @@ TEST(Decentralized, BEY22_neighbours_may_get_rounded_values) {
   // Follows the definition step by step, from the ranks' own values.
   auto model = seeded(1);
   DecentralizedDataParallel parallel(
-      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
+      model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
       {.topology = ring(), .bucket_cap_mb = small_bucket, .exchange_dtype = at::kBFloat16});
   for (int64_t step = 0; step < 6; ++step) {
     std::vector<at::Tensor> expected;
@@ -288,7 +291,7 @@ TEST(Decentralized, BEY22_neighbours_may_get_rounded_values) {
 }
 
 TEST(Decentralized, DEC20_state_has_the_modules_own_names_and_training_goes_on_from_it) {
-  const auto adam = optimizer_with<torch::optim::Adam>(torch::optim::AdamOptions(1e-2));
+  const auto adam = optimizer_recipe<torch::optim::Adam>(torch::optim::AdamOptions(1e-2));
   const auto train = [&](auto& parallel, int64_t begin, int64_t end) {
     for (auto step = begin; step < end; ++step) mean_loss(parallel.forward(batch(me(), step))).backward();
   };
@@ -314,7 +317,7 @@ TEST(Decentralized, DEC20_state_has_the_modules_own_names_and_training_goes_on_f
 }
 
 TEST(Decentralized, DEC20_training_that_stopped_goes_on_with_the_topologys_next_round) {
-  const ScheduleOf halve = [](torch::optim::Optimizer& optimizer) {
+  const ScheduleFactory halve = [](torch::optim::Optimizer& optimizer) {
     return std::make_unique<torch::optim::StepLR>(optimizer, 2, 0.5);
   };
   const auto momentum = plain();
@@ -338,11 +341,11 @@ TEST(Decentralized, DEC20_training_that_stopped_goes_on_with_the_topologys_next_
     DecentralizedDataParallel later(second, momentum, group(), options);
     TrainingState after(later);
     load(folder / std::to_string(stop), after);
-    EXPECT_EQ(later.step(), stop);
+    EXPECT_EQ(later.steps(), stop);
     train(parallel, stop, stop + 5);
     train(later, stop, stop + 5);
     EXPECT_LT(difference(second->parameters(), model->parameters()), 1e-12) << stop;
-    EXPECT_EQ(later.step(), stop + 5);
+    EXPECT_EQ(later.steps(), stop + 5);
     EXPECT_EQ(later.scaler()->value(), parallel.scaler()->value());
     EXPECT_EQ(later.optimizers()[0]->param_groups()[0].options().get_lr(),
               parallel.optimizers()[0]->param_groups()[0].options().get_lr());
@@ -352,25 +355,24 @@ TEST(Decentralized, DEC20_training_that_stopped_goes_on_with_the_topologys_next_
 }
 
 TEST(Decentralized, DEC01_a_schedule_per_optimizer_and_decay_by_name) {
-  std::vector<std::string> decayed;
-  const OptimizerOfNamed make = [&](const std::vector<NamedParameter>& named) {
-    std::vector<at::Tensor> weights, others;
-    for (const auto& [name, parameter] : named) {
-      const bool weight = name.ends_with("weight");
-      (weight ? weights : others).push_back(parameter);
-      if (weight) decayed.push_back(name);
-    }
-    std::vector<torch::optim::OptimizerParamGroup> groups;
-    if (!weights.empty()) {
-      groups.emplace_back(weights,
-                          std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.1).weight_decay(0.1)));
-    }
-    if (!others.empty()) groups.emplace_back(others);
-    return std::make_unique<torch::optim::SGD>(groups, torch::optim::SGDOptions(0.1));
-  };
+  std::set<std::string> decayed;
+  const auto recipe =
+      optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1), [&](const torch::nn::Module& module) {
+        std::vector<at::Tensor> weights, others;
+        for (const auto& entry : module.named_parameters()) {
+          const bool weight = entry.key().ends_with("weight");
+          (weight ? weights : others).push_back(entry.value());
+          if (weight) decayed.insert(entry.key());
+        }
+        std::vector<torch::optim::OptimizerParamGroup> groups;
+        groups.emplace_back(
+            weights, std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.1).weight_decay(0.1)));
+        groups.emplace_back(others);
+        return groups;
+      });
   auto model = seeded(1);
   DecentralizedDataParallel parallel(
-      model, make, group(),
+      model, recipe, group(),
       {.topology = ring(),
        .schedule =
            [](torch::optim::Optimizer& optimizer) { return std::make_unique<torch::optim::StepLR>(optimizer, 2, 0.5); },

@@ -19,11 +19,11 @@ namespace {
 using nlohmann::json;
 using test::group;
 
-OptimizerOfNamed optimizer_of(const json& config) {
+OptimizerRecipe optimizer_of(const json& config) {
   if (config.at("optimizer") == "adamw") {
-    return optimizer_with<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
+    return optimizer_recipe<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
   }
-  return optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.01).momentum(0.9));
+  return optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.01).momentum(0.9));
 }
 
 json digests(const torch::nn::Module& module) {

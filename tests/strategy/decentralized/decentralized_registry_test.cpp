@@ -27,7 +27,7 @@ OptimizerRecipe::ParamGroups groups_of(const torch::nn::Module& module) {
   return groups;
 }
 
-Training<MlpImpl> make(const Mlp& model, const ScheduleOf& schedule = {}) {
+Training<MlpImpl> make(const Mlp& model, const ScheduleFactory& schedule = {}) {
   TrainingOptions options{.options = {{"bucket_cap_mb", "0.001"}, {"neighbour_timeout", "60"}}, .schedule = schedule};
   return make_training("decentralized", model, optimizer_recipe<SGD>(SGDOptions(7), groups_of), group(), options);
 }

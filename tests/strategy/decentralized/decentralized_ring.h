@@ -19,8 +19,8 @@ inline int me() {
 inline Topology ring() {
   return make_topology("ring", group().size());
 }
-inline OptimizerOfNamed plain() {
-  return optimizer_with<torch::optim::SGD>(momentum_sgd);
+inline OptimizerRecipe plain() {
+  return optimizer_recipe<torch::optim::SGD>(momentum_sgd);
 }
 inline Simulation<MlpImpl> simulated() {
   return {ring(), [] { return seeded(1).ptr(); }, momentum_sgd};

@@ -36,7 +36,7 @@ TEST(Decentralized, DEC08_accumulation_and_evaluation_neither_update_nor_exchang
       const torch::NoGradGuard no_grad;
       parallel.forward(batch(me(), step));
     }
-    EXPECT_EQ(parallel.step(), step + 1);
+    EXPECT_EQ(parallel.steps(), step + 1);
     simulation.step([&](MlpImpl& of, int rank) {
       at::Tensor sum;
       for (int64_t micro = 0; micro < 3; ++micro) {
@@ -135,7 +135,7 @@ TEST(Decentralized, BEY04_five_tokens_and_one_give_their_common_mean_in_every_to
     sum += loss_sum(rank);
     weight += tokens(rank);
   }
-  const auto sgd = optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.5));
+  const auto sgd = optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.5));
   std::vector<Options> all;
   for (const auto* name : {"ring", "complete", "one-peer-exp", "exp"}) {
     all.push_back({.topology = make_topology(name, group().size())});
@@ -160,7 +160,7 @@ TEST(Decentralized, BEY04_five_tokens_and_one_give_their_common_mean_in_every_to
 TEST(Decentralized, BEY04_tokens_weigh_the_same_on_all_ranks_when_weights_change_places) {
   if (group().size() == 1) GTEST_SKIP() << "nobody to change places with";
   auto model = std::make_shared<SlideImpl>();
-  DecentralizedDataParallel<SlideImpl> parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(1)),
+  DecentralizedDataParallel<SlideImpl> parallel(model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(1)),
                                                 group(), {.topology = make_topology("complete", group().size())});
   const double total = 5.0 + (group().size() - 1);
   for (int64_t step = 0; step < 8; ++step) {
@@ -201,9 +201,9 @@ TEST(Decentralized, DEC08_what_autograd_grad_computes_is_no_step) {
   for (int64_t step = 0; step < 5; ++step) {
     const auto x = batch(me(), step);
     torch::autograd::grad({mean_loss(parallel.forward(x))}, model->parameters());
-    EXPECT_EQ(parallel.step(), step) << "a gradient that is looked at";
+    EXPECT_EQ(parallel.steps(), step) << "a gradient that is looked at";
     penalised(x, [&](const at::Tensor& input) { return parallel.forward(input); }).backward();
-    EXPECT_EQ(parallel.step(), step + 1);
+    EXPECT_EQ(parallel.steps(), step + 1);
     simulation.step([&](MlpImpl& of, int rank) {
       return penalised(batch(rank, step), [&](const at::Tensor& input) { return of.forward(input); });
     });
@@ -412,7 +412,7 @@ TEST(Decentralized, BEY10_after_an_exception_neighbours_have_their_values_and_tr
     }
     simulation.finish_step();
     expect_equal(model, simulation);
-    EXPECT_EQ(parallel.step(), step + 1);
+    EXPECT_EQ(parallel.steps(), step + 1);
   }
 }
 
@@ -431,7 +431,7 @@ TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
   refused({.topology = ring(), .exchange_dtype = at::kInt}, "exchange_dtype Int");
   refused({.topology = ring(), .clip = ClipScope::bucket, .scaler = GradScalerOptions{}}, "ClipScope::all_gradients");
   refused({.topology = ring(), .neighbour_timeout_seconds = 0, .bucket_cap_mb = 0}, "neighbour_timeout_seconds is 0");
-  EXPECT_THROW(DecentralizedDataParallel(model, OptimizerOfNamed(), group(), {.topology = ring()}), UsageError);
+  EXPECT_THROW(DecentralizedDataParallel(model, OptimizerRecipe(), group(), {.topology = ring()}), UsageError);
   if (group().size() > 1) {
     EXPECT_THROW(DecentralizedDataParallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = 1.0 + me()}),
                  DisagreeError);

@@ -34,7 +34,7 @@ TEST(Decentralized, DEC05_DEC01_every_topology_equals_a_dense_simulation_in_both
           topology, [] { return seeded(1).ptr(); }, sgd);
       auto model = seeded(1);
       DecentralizedDataParallel parallel(
-          model, optimizer_with<torch::optim::SGD>(sgd), group(),
+          model, optimizer_recipe<torch::optim::SGD>(sgd), group(),
           Options{.topology = topology, .bucket_cap_mb = 0.001, .param_as_bucket_view = views});
       for (int64_t step = 0; step < 20; ++step) {
         for (const auto& parameter : model->parameters()) at::Tensor(parameter).mutable_grad().reset();
@@ -52,7 +52,7 @@ TEST(Decentralized, DEC05_DEC01_every_topology_equals_a_dense_simulation_in_both
 TEST(Decentralized, DEC03_buckets_are_aligned_and_updated_inside_backward) {
   auto model = seeded(1);
   const auto topology = make_topology("ring", group().size());
-  DecentralizedDataParallel parallel(model, optimizer_with<torch::optim::SGD>(sgd), group(),
+  DecentralizedDataParallel parallel(model, optimizer_recipe<torch::optim::SGD>(sgd), group(),
                                      Options{.topology = topology, .bucket_cap_mb = 0.001});
   const auto forward = [&](int64_t step) { return mean_loss(parallel.forward(batch(group().rank(), step))); };
   forward(0).backward();  // buckets are made at its end

@@ -37,7 +37,7 @@ TEST(Decentralized, BEY03_a_rank_without_batches_passes_until_all_have_made_as_m
           [&](MlpImpl& of, int rank) { return step < batches_of(rank) ? loss_of(step)(of, rank) : at::Tensor(); });
       ASSERT_LT(difference(model->parameters(), simulation.model(me()).parameters()), 1e-11) << name << " " << step;
     }
-    EXPECT_EQ(parallel.step(), most);
+    EXPECT_EQ(parallel.steps(), most);
     EXPECT_EQ(parallel.statistics().skipped + parallel.statistics().older, 0);
     parallel.global_avg();  // all ranks are there
     simulation.average();

@@ -36,7 +36,7 @@ const Ways ways[] = {{"to none", [](MlpImpl& model) { model.zero_grad(); }},
 // In the first step the mean of the weights is exact.
 struct FirstStep {
   FirstStep()
-      : parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
+      : parallel(model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
                  {.topology = ring(), .bucket_cap_mb = small_bucket}) {}
   at::Tensor forward(int64_t step) { return parallel.forward(batch(me(), step)); }
   void expect(const std::vector<at::Tensor>& gradients, double divisor) {

@@ -42,14 +42,14 @@ void train(const std::string& fault, int victim, const std::string& topology, co
   auto model = test::seeded(1);
   // Long runs have rate zero after 20 steps, so that later additions of one rank can be found in all ranks' parameters.
   const bool is_long = fault == "kill_long" || fault == "again";
-  const ScheduleOf rest = [](torch::optim::Optimizer& optimizer) {
+  const ScheduleFactory rest = [](torch::optim::Optimizer& optimizer) {
     return std::make_unique<LambdaLR>(optimizer, [](int64_t done) { return done < fateful ? 1.0 : 0.0; });
   };
   DecentralizedDataParallel parallel(
-      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.2).momentum(is_long ? 0.5 : 0)),
+      model, optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.2).momentum(is_long ? 0.5 : 0)),
       world.group(),
       {.topology = make_topology(topology, world.size()),
-       .schedule = is_long ? rest : ScheduleOf(),
+       .schedule = is_long ? rest : ScheduleFactory(),
        .neighbour_timeout_seconds = 0.4,
        .bucket_cap_mb = 0.001});
   bool armed = false;
@@ -68,13 +68,13 @@ void train(const std::string& fault, int victim, const std::string& topology, co
     for (const auto& [name, state] : parallel.state_dict()) {
       momentum += state.tensors.at("momentum_buffer").abs().sum().item<double>();
     }
-    fmt::print("step={} state={:.4g}\n", parallel.step(), momentum);
+    fmt::print("step={} state={:.4g}\n", parallel.steps(), momentum);
   }
   const auto start = Clock::now();
   // All ranks include the new process from the same step on, and make the same number of steps together.
   constexpr int64_t together = 300;
-  int64_t steps = fault == "again" ? parallel.step() + together : is_long ? 6000 : 120;
-  for (auto step = parallel.step(); step < steps; ++step) {
+  int64_t steps = fault == "again" ? parallel.steps() + together : is_long ? 6000 : 120;
+  for (auto step = parallel.steps(); step < steps; ++step) {
     if (here && step == fateful) {
       if (fault.starts_with("kill") && fault != "kill_in_backward") std::raise(SIGKILL);
       if (fault == "pause") sleep_ms(1500);
@@ -83,7 +83,7 @@ void train(const std::string& fault, int victim, const std::string& topology, co
     sleep_ms(here && fault == "slow" ? 20 : 5);
     armed = here && step == fateful && fault == "kill_in_backward";
     loss_at(step).backward();
-    if (steps == 6000 && !parallel.statistics().rejoined.empty()) steps = parallel.step() + together;
+    if (steps == 6000 && !parallel.statistics().rejoined.empty()) steps = parallel.steps() + together;
   }
   const auto seconds = std::chrono::duration<double>(Clock::now() - start).count();
   double loss = 0;

@@ -38,8 +38,8 @@ struct Hosts {
   FullyShardedDataParallel<MlpImpl> parallel{model.ptr(), groups.inside};
   ShardGossipOptimizer<torch::optim::SGD> optimizer{
       parallel,
-      groups.across,
       torch::optim::SGDOptions(0.1),
+      groups.across,
       {.topology = make_topology("ring", groups.across.size()), .neighbour_timeout_seconds = 0.5}};
 };
 

@@ -11,7 +11,7 @@
 #include <numeric>
 
 #include "shoal/error.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
 #include "tests/support/training.h"

@@ -34,7 +34,7 @@ class Faulty : public SumHook {
       return SumHook::begin(bucket);
     });
   }
-  bool serves(SumFor sum_for) const override { return sum_for == SumFor::everybody; }
+  bool serves(SumFor sum_for) const override { return sum_for == SumFor::all_ranks; }
   void reset() override { ++resets; }
   bool fail = false;
   int resets = 0;

@@ -75,8 +75,8 @@ struct PairImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x; }
 };
 
-OptimizerOfNamed decentralized_sgd() {
-  return optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
+OptimizerRecipe decentralized_sgd() {
+  return optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
 }
 
 const std::vector<std::string>& strategies() {
@@ -302,7 +302,7 @@ TEST_F(Mismatch, BEY09_names_different_topologies) {
   expect_named(
       [] {
         const DecentralizedDataParallel<MlpImpl> parallel(
-            seeded(3).ptr(), optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
+            seeded(3).ptr(), optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
             {.topology = make_topology(odd_one() ? "complete" : "ring", group().size())});
       },
       {"topology", "rank 0 has ring", odd_name() + " has complete"});
@@ -349,7 +349,7 @@ TEST_F(Mismatch, BEY09_names_different_options_of_hosts_that_average) {
     expect_named(
         [&, odd = options] {
           FullyShardedDataParallel<MlpImpl> parallel(seeded(3), hosts.inside);
-          const ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, hosts.across, torch::optim::SGDOptions(0.1),
+          const ShardGossipOptimizer<torch::optim::SGD> optimizer(parallel, torch::optim::SGDOptions(0.1), hosts.across,
                                                                   odd_one() ? odd : ShardGossipOptions{});
         },
         {"the options of ShardGossipOptimizer", "rank 0 has " + parts[0], odd_name() + " has " + parts[1]});

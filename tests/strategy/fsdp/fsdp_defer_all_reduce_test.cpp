@@ -4,7 +4,7 @@
 #include <torch/types.h>
 
 #include "engine/reducer/step_trailer.h"
-#include "shoal/detail/call_log.h"
+#include "shoal/call_log.h"
 #include "shoal/error.h"
 #include "tests/strategy/all/even.h"
 #include "tests/strategy/fsdp/fsdp_training.h"

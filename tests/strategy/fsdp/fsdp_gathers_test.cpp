@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
-#include "shoal/detail/call_log.h"
+#include "shoal/call_log.h"
 #include "tests/strategy/all/warnings.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
 

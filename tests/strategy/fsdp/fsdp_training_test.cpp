@@ -5,6 +5,7 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 
+#include "elastic/access.h"
 #include "shoal/ddp.h"
 #include "shoal/error.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
@@ -212,7 +213,7 @@ TEST(Fsdp, FSDP05_frozen_parameters_that_have_the_dtype_already_get_no_copies) {
   EXPECT_TRUE(at::equal(state.at("second.bias"), at::full({16}, 0.5, at::kBFloat16)));
   EXPECT_EQ(state.at("second.bias").scalar_type(), at::kBFloat16);
   if (!parallel.shared()) return;
-  EXPECT_EQ(parallel.frozen_copies().size(), 1) << "of the weight";
+  EXPECT_EQ(ElasticAccess::frozen_copies(parallel).size(), 1) << "of the weight";
 }
 
 // Two buffers with the same short name and different dtypes.

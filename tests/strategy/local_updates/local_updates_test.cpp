@@ -1,6 +1,6 @@
 // LocalUpdates: results and communication (row BEY22).
 
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 
 #include <torch/optim/sgd.h>
 #include <torch/types.h>

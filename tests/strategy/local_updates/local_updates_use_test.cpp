@@ -14,7 +14,7 @@
 #include <optional>
 
 #include "shoal/error.h"
-#include "shoal/local_sgd.h"
+#include "shoal/local_updates.h"
 #include "tests/strategy/local_updates/local_updates_simulation.h"
 #include "tests/support/refusal.h"
 #include "tests/support/world.h"

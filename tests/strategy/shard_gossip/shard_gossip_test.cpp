@@ -9,6 +9,8 @@
 
 #include <cstdlib>
 #include <limits>
+#include <stdexcept>
+#include <vector>
 
 #include "shoal/error.h"
 #include "tests/strategy/decentralized/decentralized_simulation.h"
@@ -67,7 +69,7 @@ TEST(ShardGossip, DEC19_equals_a_dense_simulation_of_the_hosts) {
       Simulation<MlpImpl> simulation(topology, make_mlp, sgd);
       const auto model = make_mlp();
       Sharded parallel(model, hosts.inside, by_layer());
-      Gossip optimizer(parallel, hosts.across, sgd, {.topology = topology, .bucket_cap_mb = small_bucket});
+      Gossip optimizer(parallel, sgd, hosts.across, {.topology = topology, .bucket_cap_mb = small_bucket});
       const int host = group().rank() / size;
       for (int64_t step = 0; step < 12; ++step) {
         train(parallel, optimizer, step);
@@ -94,7 +96,7 @@ TEST(ShardGossip, BEY14_a_complete_graph_mixed_at_once_is_hybrid_sharding) {
     const auto hosts = host_groups(group(), size);
     const auto model = make_mlp();
     Sharded parallel(model, hosts.inside, by_layer());
-    Gossip optimizer(parallel, hosts.across, sgd,
+    Gossip optimizer(parallel, sgd, hosts.across,
                      {.topology = make_topology("complete", hosts.across.size()), .overlap = false});
     const auto reference = make_mlp();
     auto options = by_layer();
@@ -116,7 +118,7 @@ TEST(ShardGossip, BEY14_a_rank_holds_its_share_of_the_hosts_model_and_state) {
   for (const int size : host_sizes()) {
     const auto hosts = host_groups(group(), size);
     Sharded parallel(make_mlp(), hosts.inside, by_layer());
-    ShardGossipOptimizer<torch::optim::Adam> optimizer(parallel, hosts.across, torch::optim::AdamOptions(1e-3));
+    ShardGossipOptimizer<torch::optim::Adam> optimizer(parallel, torch::optim::AdamOptions(1e-3), hosts.across);
     train(parallel, optimizer, 0);
     int64_t own = 0;
     for (const auto& piece : parallel.own_parameters()) own += piece.numel();
@@ -140,7 +142,7 @@ TEST(ShardGossip, DEC19_a_host_without_an_update_mixes_all_the_same) {
   const auto model = make_mlp();
   Sharded parallel(model, hosts.inside, by_layer());
   constexpr auto forever = std::numeric_limits<double>::infinity();
-  Gossip optimizer(parallel, hosts.across, sgd, {.topology = topology, .neighbour_timeout_seconds = forever});
+  Gossip optimizer(parallel, sgd, hosts.across, {.topology = topology, .neighbour_timeout_seconds = forever});
   const int host = group().rank() / size;
   for (int64_t step = 0; step < 6; ++step) {
     const auto idles = [&](int of) { return step == 3 && of == 0; };
@@ -161,8 +163,26 @@ TEST(ShardGossip, DEC19_hosts_start_from_the_first_ones_values) {
   const auto hosts = host_groups(group(), size);
   const auto model = seeded(1 + group().rank() / size).ptr();
   Sharded parallel(model, hosts.inside);
-  const Gossip optimizer(parallel, hosts.across, sgd);
+  const Gossip optimizer(parallel, sgd, hosts.across);
   EXPECT_EQ(difference(model->parameters(), make_mlp()->parameters()), 0);
+}
+
+TEST(ShardGossip, DEC19_an_exception_in_the_scope_of_the_mean_leaves_own_values) {
+  const auto hosts = host_groups(group(), host_sizes().back());
+  const auto model = make_mlp();
+  Sharded parallel(model, hosts.inside);
+  Gossip optimizer(parallel, sgd, hosts.across);
+  for (int64_t step = 0; step < 2; ++step) train(parallel, optimizer, step);
+  std::vector<at::Tensor> own;
+  for (const auto& parameter : model->parameters()) own.push_back(parameter.detach().clone());
+  try {
+    const auto mean = optimizer.mean_parameters();
+    EXPECT_EQ(difference(model->parameters(), own) > 0, hosts.across.size() > 1);
+    throw std::runtime_error("in the evaluation");
+  } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the program goes on
+  }
+  EXPECT_EQ(difference(model->parameters(), own), 0);
+  train(parallel, optimizer, 2);
 }
 
 TEST(ShardGossip, bad_input_is_one_error_on_every_rank) {
@@ -170,7 +190,7 @@ TEST(ShardGossip, bad_input_is_one_error_on_every_rank) {
   const auto refused = [&](const ShardGossipOptions& options, const std::string& text) {
     Sharded parallel(make_mlp(), hosts.inside);
     try {
-      const Gossip optimizer(parallel, hosts.across, sgd, options);
+      const Gossip optimizer(parallel, sgd, hosts.across, options);
       ADD_FAILURE() << "accepted: " << text;
     } catch (const UsageError& error) {
       EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();

@@ -14,8 +14,9 @@
 #include <variant>
 #include <vector>
 
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/group.h"
+#include "shoal/mean_parameters.h"
+#include "shoal/optimizer_state.h"
 
 namespace shoal {
 
@@ -67,25 +68,6 @@ struct LocalUpdatesOptions {
   void validate() const;
 };
 
-// Scope in which parameters (and with average_buffers also buffers) hold the mean over ranks; the destructor restores
-// this rank's own values, also if LocalUpdates is gone. A step within it is a UsageError.
-class MeanParameters {
- public:
-  using Saved = std::vector<std::pair<at::Tensor, at::Tensor>>;  // tensors of the module, each with its own values
-
-  // ended: called at the end of the scope.
-  explicit MeanParameters(Saved saved, std::function<void()> ended = {})
-      : saved_(std::move(saved)), ended_(std::move(ended)) {}
-  MeanParameters(MeanParameters&& other) noexcept
-      : saved_(std::exchange(other.saved_, {})), ended_(std::exchange(other.ended_, {})) {}
-  MeanParameters& operator=(MeanParameters&&) = delete;
-  ~MeanParameters();
-
- private:
-  Saved saved_;
-  std::function<void()> ended_;
-};
-
 // Local training with periodic exchanges.
 //
 //   torch::optim::AdamW optimizer(model->parameters(), 4e-4);
@@ -127,10 +109,10 @@ class MeanParameters {
 class LocalUpdates {
  public:
   LocalUpdates(std::shared_ptr<torch::nn::Module> module, torch::optim::Optimizer& optimizer, const Group& group,
-               const LocalUpdatesOptions& options);
+               const LocalUpdatesOptions& options = {});
   template <class Module>
   LocalUpdates(const torch::nn::ModuleHolder<Module>& module, torch::optim::Optimizer& optimizer, const Group& group,
-               const LocalUpdatesOptions& options)
+               const LocalUpdatesOptions& options = {})
       : LocalUpdates(std::static_pointer_cast<torch::nn::Module>(module.ptr()), optimizer, group, options) {}
   ~LocalUpdates();
   LocalUpdates(const LocalUpdates&) = delete;
@@ -148,8 +130,9 @@ class LocalUpdates {
   // Calls the optimizer's zero_grad(). During the warm-up it also ends a backward that has failed on this rank.
   void zero_grad(bool set_to_none = true);
 
-  // Scope with the mean of the ranks' parameters, to evaluate, and for save_module() and torch::save. Steps and
-  // checkpoints in it are UsageErrors; a checkpoint has the mean, too. Exchanges in flight continue. Collective.
+  // Scope with the mean of the ranks' parameters (and with average_buffers also buffers), to evaluate, and for save_module() and torch::save. Steps and
+  // checkpoints in it are UsageErrors; a checkpoint has the mean, too. Exchanges in flight continue.
+  // The scope may outlive this object. Collective.
   [[nodiscard]] MeanParameters mean_parameters();
 
   int64_t steps() const;  // number of steps so far, including the warm-up
