@@ -152,11 +152,14 @@ TEST(ElasticOSS, ELA02_a_parameter_is_frozen_and_unfrozen_under_zero2) {
     const auto net = std::make_shared<test::Net>();
     net->third->bias.set_requires_grad(false);
     OSS<torch::optim::Adam> optimizer(net->parameters(), torch::optim::AdamOptions(0.01), world.group());
-    ShardedDataParallel parallel(net, optimizer, world.group(), {.log_sizes = false});
+    const bool noticed = world.group().transport() == "host";
+    ShardedDataParallel parallel(net, optimizer, world.group(),
+                                 {.auto_refresh_trainable = noticed, .log_sizes = false});
     Elastic elastic(world, parallel, optimizer);
     const auto x = test::inputs_of({1, 2, static_cast<size_t>(world.rank())});
     const auto& weight = net->second->weight;
     const auto moves = [&] {
+      if (!noticed) parallel.refresh_trainable();
       const auto before = weight.detach().clone();
       const auto compute = [&] {
         optimizer.zero_grad();
@@ -170,12 +173,16 @@ TEST(ElasticOSS, ELA02_a_parameter_is_frozen_and_unfrozen_under_zero2) {
     if (moves()) return "it moves though it is frozen";
     weight.set_requires_grad(true);
     if (!moves()) return "it does not move any more";
+    net->to(at::kDouble);
+    auto said = test::refusal(moves);
+    net->to(at::kFloat);
     net->third->bias.set_requires_grad(true);
-    return test::refusal(moves);
+    return said + test::refusal(moves);
   };
   for (const auto& options : {WorldOptions(), over_sockets()}) {
     for (const auto& rank : test::run_ranks(2, train, {}, options)) {
-      EXPECT_THAT(rank.text, testing::HasSubstr("parameter 5 [1] was unfrozen or added"));
+      EXPECT_THAT(rank.text, testing::AllOf(testing::HasSubstr("was converted: it is Double"),
+                                            testing::HasSubstr("parameter 5 [1] was unfrozen or added")));
     }
   }
 }

@@ -37,7 +37,10 @@ struct ShardedDataParallelCore::Sharding {
   void take(const ShardGroups& made);
   void agree_over_hosts() const;
   void require_optimizers() const;
+  // Whether owners must stay.
+  bool is_elastic() const { return optimizers.front()->state().has_commit(); }
   bool other_dtype_or_device(size_t number) const { return watch.other_kind(number) && !watch.other_shape(number); }
+  bool any_other_dtype_or_device() const;
 };
 
 namespace {
@@ -199,16 +202,22 @@ void ShardedDataParallelCore::Sharding::require_optimizers() const {
       "optimizers as long as the wrapper");
 }
 
+bool ShardedDataParallelCore::Sharding::any_other_dtype_or_device() const {
+  for (size_t number = 0; number < watch.parameters().size(); ++number) {
+    if (other_dtype_or_device(number)) return true;
+  }
+  return false;
+}
+
 void ShardedDataParallelCore::prepare() {
   auto& sharding = *sharding_;
   sharding.require_optimizers();
   if (sharding.groups.replicated() && state().no_sync_depth == 0) sharding.agree_over_hosts();
   bool trainable = false;
-  bool kinds = false;
   for (size_t number = 0; number < sharding.watch.parameters().size(); ++number) {
     trainable = trainable || sharding.watch.trainable_changed(number);
-    kinds = kinds || sharding.other_dtype_or_device(number);
   }
+  const bool kinds = sharding.any_other_dtype_or_device();
   const bool same_shares = sharding.times_shared == times_shared();
   if (!trainable && !kinds && same_shares) {
     if (sharding.left_over && *sharding.left_over < state().reducer->step()) freeze();
@@ -262,6 +271,10 @@ void ShardedDataParallelCore::refuse_changes() const {
 
 void ShardedDataParallelCore::refresh_trainable() {
   sharding_->require_optimizers();
+  if (sharding_->is_elastic() && are_shares_balanced() && !sharding_->any_other_dtype_or_device()) {
+    agree(state().group, "which parameters are trainable", describe_trainable(state().tensors));
+    return freeze();
+  }
   for (auto* optimizer : sharding_->optimizers) optimizer->refresh_trainable();
   share();
 }
