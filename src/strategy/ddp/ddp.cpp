@@ -50,10 +50,10 @@ std::shared_ptr<CommunicationHook> hook_of(const DistributedDataParallelOptions&
   return options.communication_hook;
 }
 
+// Those that ranks have in common.
 LoggingData::Settings settings_of(const DistributedDataParallelOptions& options) {
   return {{"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
           {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
-          {"gradient_as_bucket_view", yes_or_no(options.gradient_as_bucket_view)},
           {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
           {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
           {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
@@ -61,8 +61,7 @@ LoggingData::Settings settings_of(const DistributedDataParallelOptions& options)
           {"precision", in_words(options.precision)},
           {"reduce_dtype", options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none"},
           {"communication_hook", in_words(options.communication_hook.get())},
-          {"buffer_hook", in_words(options.buffer_hook.get(), options.buffer_hook_location)},
-          {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
+          {"buffer_hook", in_words(options.buffer_hook.get(), options.buffer_hook_location)}};
 }
 
 // With a consumer, one bucket is being reduced while the next one fills.
@@ -93,6 +92,8 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   options.validate();
   auto settings = settings_of(options);
   agree_on_settings(group, "DistributedDataParallel", settings);
+  settings.emplace_back("gradient_as_bucket_view", yes_or_no(options.gradient_as_bucket_view));
+  settings.emplace_back("ignored", fmt::format("{}", fmt::join(options.ignored, ", ")));
   auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true,
                     Deferred::materialize, OtherWrappers::allowed);
   require_constant_in_forward(state->tensors, state->name);

@@ -65,6 +65,7 @@ void check_devices(const ModuleTensors& tensors) {
                   fmt::join(list, ", ")));
 }
 
+// Those that ranks have in common.
 LoggingData::Settings settings_of(const ShardedDataParallelOptions& options) {
   return {{"reduce_buffer_size", fmt::format("{}", options.reduce_buffer_size)},
           {"reduce_fp16", yes_or_no(options.reduce_fp16)},
@@ -75,8 +76,7 @@ LoggingData::Settings settings_of(const ShardedDataParallelOptions& options) {
           {"sync_models_at_startup", yes_or_no(options.sync_models_at_startup)},
           {"precision", in_words(options.precision)},
           {"communication_hook", in_words(options.communication_hook.get())},
-          {"buffer_hook", in_words(options.buffer_hook.get(), options.buffer_hook_location)},
-          {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
+          {"buffer_hook", in_words(options.buffer_hook.get(), options.buffer_hook_location)}};
 }
 
 std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owners, const ShardGroups& groups) {
@@ -142,6 +142,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
         if (optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
         auto settings = settings_of(options);
         agree_on_settings(group, "ShardedDataParallel", settings);
+        settings.emplace_back("ignored", fmt::format("{}", fmt::join(options.ignored, ", ")));
         if (module) check_devices(walk(*module, options.ignored));
         auto state =
             wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);

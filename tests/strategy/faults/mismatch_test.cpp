@@ -271,7 +271,6 @@ TEST_F(Mismatch, BEY09_names_different_options_of_wrappers) {
   };
   ddp({.broadcast_buffers = false}, "broadcast_buffers", "yes", "no");
   ddp({.find_unused_parameters = true}, "find_unused_parameters", "no", "yes");
-  ddp({.ignored = {"first.bias"}}, "ignored", "", "first.bias");
   ddp({.reduce_dtype = at::kHalf}, "reduce_dtype", "none", "Half");
   ddp({.communication_hook = hook}, "communication_hook", "none", "sum");
   ddp({.bucket_cap_mb = 1e-3}, "bucket_cap_mb", "25", "0.001");
