@@ -124,27 +124,46 @@ void deliver(const Task& task, const T* result, int64_t begin, int64_t count) {
   }
 }
 
-// Means from the sums. They lie between the least and the greatest value, so that the mean of equal ones is exact; where the sum is
-// beyond the range (masks of the lowest number), the values are divided first.
+// Sums of values that are divided first, where a sum may be beyond the range.
 template <class T, class Wide>
-void divide(const Task& task, int64_t begin, int64_t count, Wide* sum) {
-  alignas(64) Wide value[block];
+void add_parts(const Task& task, int64_t begin, int64_t count, Wide* value, Wide* sum) {
+  const auto divisor = static_cast<Wide>(task.source_count);
+  for (int source = 0; source < task.source_count; ++source) {
+    load(static_cast<const T*>(task.sources[source]) + begin, value, count);
+    for (int64_t i = 0; i < count; ++i) sum[i] = (source == 0 ? Wide(0) : sum[i]) + value[i] / divisor;
+  }
+}
+
+template <class Wide>
+bool is_finite(Wide value) {
+  return value - value == 0;
+}
+
+// Means from the sums. They lie between the least and the greatest value, so that the mean of equal ones is exact; a sum may be
+// beyond the range where they are not (masks of the lowest number).
+template <class T, class Wide>
+void divide(const Task& task, int64_t begin, int64_t count, Wide* value, Wide* sum) {
+  const auto divisor = static_cast<Wide>(task.source_count);
+  int beyond = 0;
+  for (int64_t i = 0; i < count; ++i) beyond |= is_finite(sum[i]) ? 0 : 1;
+  if (beyond == 0) {
+    for (int64_t i = 0; i < count; ++i) sum[i] /= divisor;
+  } else {
+    alignas(64) Wide of_parts[block];
+    add_parts<T>(task, begin, count, value, of_parts);
+    for (int64_t i = 0; i < count; ++i) sum[i] = is_finite(sum[i]) ? sum[i] / divisor : of_parts[i];
+  }
   alignas(64) Wide least[block];
   alignas(64) Wide greatest[block];
-  alignas(64) Wide of_parts[block];
-  const auto divisor = static_cast<Wide>(task.source_count);
   for (int source = 0; source < task.source_count; ++source) {
     load(static_cast<const T*>(task.sources[source]) + begin, value, count);
     for (int64_t i = 0; i < count; ++i) {
       least[i] = source == 0 ? value[i] : Min::apply(least[i], value[i]);
       greatest[i] = source == 0 ? value[i] : Max::apply(greatest[i], value[i]);
-      of_parts[i] = (source == 0 ? Wide(0) : of_parts[i]) + value[i] / divisor;
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    const bool in_range = sum[i] - sum[i] == 0;
-    const Wide mean = in_range ? sum[i] / divisor : of_parts[i];
-    sum[i] = mean < least[i] ? least[i] : mean > greatest[i] ? greatest[i] : mean;
+    sum[i] = sum[i] < least[i] ? least[i] : sum[i] > greatest[i] ? greatest[i] : sum[i];
   }
 }
 
@@ -189,7 +208,7 @@ void run(const Task& task) {
       if (source == 0) continue;
       for (int64_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], next[i]);
     }
-    if constexpr (finish == Finish::divide) divide<T>(task, begin, count, sum);
+    if constexpr (finish == Finish::divide) divide<T>(task, begin, count, next, sum);
     store(sum, result, count);
     deliver(task, result, begin, count);
   }
