@@ -14,7 +14,7 @@
 class SignHook : public shoal::CommunicationHook {
  public:
   std::string name() const override { return "signs with error feedback"; }
-  bool serves(shoal::SumFor sum_for) const override { return sum_for == shoal::SumFor::all_ranks; }
+  bool serves(shoal::SumResult result) const override { return result == shoal::SumResult::all_ranks; }
   void reset() override { errors_.clear(); }
 
   shoal::PendingExchange begin(const shoal::GradientBucket& bucket) override {

@@ -129,8 +129,8 @@ class DecentralizedDataParallelCore {
   // Sets the parameters of all ranks to their mean, bit-equal on all ranks, also before the first step. Training can
   // continue. Call it after ranks have loaded or replaced parameters (torch::load, set_data) later than the first step:
   // forward is a UsageError until then, because neighbours would average old values. Collective over the ranks that
-  // have not left or ended, after the same number of steps on each: a rank without a batch calls pass(). UsageError on a
-  // rank that has left.
+  // have not left or ended, after the same number of steps on each: a rank without a batch calls step_without_update().
+  // UsageError on a rank that has left.
   void global_avg();
   // Call after values were loaded into the module's parameters in place (copy_()), which is as torch::load then. Without
   // the call, writes in place count as this rank's own training, and are mixed with what neighbours published before.
@@ -142,7 +142,7 @@ class DecentralizedDataParallelCore {
   double consensus_distance();
   // A step without a batch: averages and publishes, but does not update, and drops gradients that no_sync() left; the
   // schedule advances. Not collective.
-  void pass();
+  void step_without_update();
   // Ends the training of this rank; its neighbours continue without it. Later steps and collectives are UsageErrors.
   void leave();
 
@@ -229,8 +229,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // Gradients computed by torch::autograd::grad are not a step.
 //
 // Different numbers of batches per rank need no Join. A rank without a batch may call leave(), after which the others
-// average among themselves (a mean over ranks with batches); or it calls pass() until all ranks have made the same
-// number of steps, on which they agree beforehand (a mean over all ranks).
+// average among themselves (a mean over ranks with batches); or it calls step_without_update() until all ranks have
+// made the same number of steps, on which they agree beforehand (a mean over all ranks).
 //
 // A rank whose process has died can be replaced by a new process (WorldOptions::rejoin) that constructs the same
 // wrapper. The constructor copies a neighbour's parameters, buffers, optimizer state, scaler, step and position in the

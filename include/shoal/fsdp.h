@@ -168,8 +168,8 @@ class FullyShardedCore : public DataParallelCore {
   // optimizer updates.
   std::vector<at::Tensor> own_elements() const;
   void adopt_changes(bool training) override;
-  void begin_pass(bool training) override;
-  void end_pass(bool training) override;
+  void begin_forward(bool training) override;
+  void end_forward(bool training) override;
 
  private:
   friend class FullParameters;

@@ -14,13 +14,13 @@
 
 namespace shoal {
 
-// Ranks that receive the sum of a bucket.
-enum class SumFor {
-  all_ranks,  // every rank gets all of it (all-reduce): DistributedDataParallel; FSDP's no_shard and hybrid strategies,
+// Ranks that have the sum of a bucket after its reduction.
+enum class SumResult {
+  all_ranks,  // every rank has all of it (all-reduce): DistributedDataParallel; FSDP's no_shard and hybrid strategies,
               // across hosts
-  parts,  // rank r gets the r-th of size() equal parts (reduce-scatter): DistributedOptimizer, other FSDP strategies
-  owner,  // one rank gets all of it (reduce): ShardedDataParallel; the previous two for optimizers that are not
-          // element-wise
+  ranges,  // rank r has the r-th of size() equal ranges (reduce-scatter): DistributedOptimizer, other FSDP strategies
+  owner,   // one rank has all of it (reduce): ShardedDataParallel; the previous two for optimizers that are not
+           // element-wise
 };
 
 // Gradient of one parameter in a bucket, or a part of it.
@@ -34,12 +34,12 @@ struct GradientPiece {
 // Bucket of gradients of one rank, to be summed over ranks.
 struct GradientBucket {
   Group group;  // ranks to sum over; the hook's collectives use this group or its subgroups
-  SumFor sum_for = SumFor::all_ranks;
-  int owner = -1;  // SumFor::owner: a rank of the group
+  SumResult result = SumResult::all_ranks;
+  int owner = -1;  // SumResult::owner: a rank of the group
   // [n], of one dtype: this rank's gradients divided by the number of ranks; zero between the pieces. The hook may
   // write to it. Valid until PendingExchange::work has finished if `sum` has other memory.
   at::Tensor gradients;
-  // Destination of the sum. all_ranks: `gradients` itself; parts: [n / size()], possibly a view of `gradients`; owner:
+  // Destination of the sum. all_ranks: `gradients` itself; ranges: [n / size()], possibly a view of `gradients`; owner:
   // `gradients` on the owner, undefined elsewhere.
   at::Tensor sum;
   std::vector<GradientPiece> pieces;
@@ -79,7 +79,7 @@ class CommunicationHook {
   // Name with all settings that must be equal on all ranks, such as "powersgd, rank 2"; wrappers compare it over ranks.
   virtual std::string name() const = 0;
   // True if the hook supports this destination; otherwise wrappers reject it.
-  virtual bool serves(SumFor) const { return true; }
+  virtual bool serves(SumResult) const { return true; }
   // Starts the reduction. All ranks must call the same collectives, whatever their gradients are. An exception, here or
   // in PendingExchange::next_stage, must therefore be thrown before any collective: it ends the step on all ranks
   // (StepAbandoned elsewhere), and the function is called once more, here with zeros, to match the other ranks.
@@ -235,7 +235,7 @@ struct PowerSgdOptions {
 
 // PowerSGD: gradients of matrices are sent as the product of two low-rank factors. Source: Vogels, Karimireddy, Jaggi,
 // "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS 2019). Supports
-// SumFor::all_ranks only.
+// SumResult::all_ranks only.
 //
 // A gradient with more than two dimensions is a matrix with its first dimension as rows. There are two collectives per
 // bucket: the uncompressed gradients together with the first factors, then the second factors; both go through
@@ -251,7 +251,7 @@ class PowerSgdHook : public CommunicationHook {
   ~PowerSgdHook() override;
   std::string name() const override;
   std::vector<const CommunicationHook*> with_memory() const override;
-  bool serves(SumFor sum_for) const override { return sum_for == SumFor::all_ranks; }
+  bool serves(SumResult result) const override { return result == SumResult::all_ranks; }
   bool sums_over_all(const Group& group) const override { return carrier_->sums_over_all(group); }
   PendingExchange begin(const GradientBucket& bucket) override;
   void reset() override;
@@ -268,7 +268,7 @@ class PowerSgdHook : public CommunicationHook {
 // Post-local SGD: from step `start_iteration` on (0: the first), gradients are averaged over the group `local` only,
 // scaled to the mean over it; before that, over all ranks. A PeriodicModelAverager averages the parameters of the
 // subgroups. Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020). Both
-// reductions go through `carrier`. Supports SumFor::all_ranks only.
+// reductions go through `carrier`. Supports SumResult::all_ranks only.
 //
 // Not for OSS, whose step throws UsageError, unless `local` is all ranks: it updates each parameter on one rank for all, by
 // the gradients of that rank's subgroup alone. Under the hybrid strategies of FullyShardedDataParallel, `local` has to lie
@@ -284,7 +284,7 @@ class PostLocalSgdHook : public CommunicationHook {
   ~PostLocalSgdHook() override;
   std::string name() const override;
   std::vector<const CommunicationHook*> with_memory() const override;
-  bool serves(SumFor sum_for) const override { return sum_for == SumFor::all_ranks; }
+  bool serves(SumResult result) const override { return result == SumResult::all_ranks; }
   bool sums_over_all(const Group& group) const override {
     return local_.size() == group.size() && carrier_->sums_over_all(group);
   }

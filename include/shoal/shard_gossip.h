@@ -49,9 +49,9 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
                            const FullyShardedOptimizerOptions& options);
   ~ShardGossipOptimizerCore() override;
 
-  // A step without an update, for a host whose gradients are invalid (StepAbandoned): averages and publishes, and drops
-  // the gradients. Collective over the host.
-  void pass();
+  // Takes part in a step without an update, because this host's gradients are invalid (StepAbandoned): averages,
+  // publishes, and drops the gradients. Collective over the host.
+  void step_without_update();
   // Sets the parameters of all hosts to their mean, bit-equal on all hosts. Collective over all ranks of all hosts.
   void global_avg();
   // Scope in which parameters are the mean over hosts, to be read or given to save_module(). Steps and checkpoints in it are

@@ -19,10 +19,10 @@ class Gossip:
         ranks."""
         return self._core.consensus_distance()
 
-    def pass_step(self) -> None:
+    def step_without_update(self) -> None:
         """A step without a batch: averages and publishes, but does not update, and drops gradients
         that no_sync() left. Collective over ranks that share a model."""
-        self._core.pass_step()
+        self._core.step_without_update()
 
     def leave(self) -> None:
         """Ends the training of this rank; its neighbours go on without it, or without its shards."""

@@ -71,7 +71,7 @@ int Job::run() {
   // The last ranks may have been killed, and have said nothing.
   const int code = code_.value_or(0);
   const bool killed = code > 128 && code != Interruption::ended_well;
-  if (options_.min_ranks > 0 && !interruption_.began() && killed && !ranks_.given_up() && ranks_.standing() == 0) {
+  if (options_.min_ranks > 0 && !interruption_.began() && killed && !ranks_.given_up() && ranks_.not_failed() == 0) {
     output_.say("no rank is left, so the job and all shards of its state are lost{}",
                 options_.when_lost ? options_.when_lost() : "");
   }
@@ -321,7 +321,7 @@ bool Job::note_end(Child& child, int status) {
   if (!ranks_.go_on()) store_.report_failure(text);
   tell();
   if (!stop_times_.set() && !interruption_.began() && !ranks_.go_on()) {
-    const auto left = ranks_.standing();
+    const auto left = ranks_.not_failed();
     if (options_.min_ranks > 0 && left > 0) {
       output_.say("{} left, and --elastic wants {}: the job ends",
                   left == 1 ? "1 rank is" : fmt::format("{} ranks are", left), options_.min_ranks);

@@ -20,7 +20,7 @@ int Ranks::members() const {
                                         [&](const Child& child) { return child.running && belongs(child); }));
 }
 
-int64_t Ranks::standing() const {
+int64_t Ranks::not_failed() const {
   const auto here = std::count_if(children_.begin(), children_.end(),
                                   [&](const Child& child) { return !child.failed && belongs(child); });
   return here + first_ranks_ - (options_.join ? 0 : options_.ranks);
@@ -30,7 +30,7 @@ bool Ranks::go_on() const {
   if (given_up_) return false;
   // It cannot be told here who has joined on other nodes.
   const bool unknown = options_.nodes > 1 && options_.most_ranks > 0;
-  const bool enough = unknown || standing() >= options_.min_ranks;
+  const bool enough = unknown || not_failed() >= options_.min_ranks;
   return options_.keep_going || (options_.min_ranks > 0 && enough);
 }
 

@@ -27,7 +27,7 @@ class Ranks {
   // That run and belong.
   int members() const;
   // That have not failed. Of those on other nodes nothing is known here: they count themselves.
-  int64_t standing() const;
+  int64_t not_failed() const;
   // Whether the other ranks go on in spite of the failures so far.
   bool go_on() const;
   // They do not, from now on: a rank has given the job up.

@@ -28,7 +28,7 @@ std::shared_ptr<CommunicationHook> hook_of(const OptionValues& values, const Tra
 
 void check_hook_of_parts(const std::string& strategy, const OptionValues& values) {
   const auto hook = make_hook(values.text("compress"));
-  if (!hook || hook->serves(SumFor::parts)) return;
+  if (!hook || hook->serves(SumResult::ranges)) return;
   throw StrategyOptionError("compress",
                             fmt::format(" {}: gives every rank whole sums, and {} wants parts of them; it is for ddp, "
                                         "zero1, fsdp_no_shard and the hybrid strategies",

@@ -72,14 +72,14 @@ void expect_named(const std::function<void(const Group&, at::Tensor)>& act, cons
   }
 }
 
-class BEY09 : public ::testing::Test {
+class Disagreement : public ::testing::Test {
  protected:
   void SetUp() override {
     if (world().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
   }
 };
 
-TEST_F(BEY09, names_different_operations) {
+TEST_F(Disagreement, BEY09_names_different_operations) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         if (odd_one()) {
@@ -91,7 +91,7 @@ TEST_F(BEY09, names_different_operations) {
       {"different operations as #0", "rank 0 called all_reduce(sum", "called broadcast("});
 }
 
-TEST_F(BEY09, names_different_shapes) {
+TEST_F(Disagreement, BEY09_names_different_shapes) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(odd_one() ? tensor.narrow(0, 0, tensor.numel() - 1) : tensor).wait();
@@ -99,7 +99,7 @@ TEST_F(BEY09, names_different_shapes) {
       {"rank 0 called all_reduce(sum, ", " x Float)"});
 }
 
-TEST_F(BEY09, names_a_call_that_is_empty_on_one_rank) {
+TEST_F(Disagreement, BEY09_names_a_call_that_is_empty_on_one_rank) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         auto part = tensor.narrow(0, 0, odd_one() ? 0 : 1);
@@ -110,7 +110,7 @@ TEST_F(BEY09, names_a_call_that_is_empty_on_one_rank) {
       {"rank 0 called all_reduce(sum, 1 x Float)", "called all_reduce(sum, 0 x Float)"});
 }
 
-TEST_F(BEY09, names_different_dtypes_of_equal_size) {
+TEST_F(Disagreement, BEY09_names_different_dtypes_of_equal_size) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kInt) : tensor).wait(); },
                {"x Float)", "x Int)"});
@@ -121,7 +121,7 @@ TEST_F(BEY09, names_different_dtypes_of_equal_size) {
       {"x Half)", "x BFloat16)"});
 }
 
-TEST_F(BEY09, names_different_reductions) {
+TEST_F(Disagreement, BEY09_names_different_reductions) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(tensor, odd_one() ? ReduceOp::max : ReduceOp::sum).wait();
@@ -129,12 +129,12 @@ TEST_F(BEY09, names_different_reductions) {
       {"all_reduce(sum", "all_reduce(max"});
 }
 
-TEST_F(BEY09, names_different_roots) {
+TEST_F(Disagreement, BEY09_names_different_roots) {
   expect_named([](const Group& group, const at::Tensor& tensor) { group.broadcast(tensor, odd_one() ? 1 : 0).wait(); },
                {"root 0", "root 1"});
 }
 
-TEST_F(BEY09, names_operations_that_traded_places) {
+TEST_F(Disagreement, BEY09_names_operations_that_traded_places) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         const Label first{3, 0, "gradients of fc1.weight"};
@@ -148,7 +148,7 @@ TEST_F(BEY09, names_operations_that_traded_places) {
       {"step 3, bucket 0: gradients of fc1.weight", "step 3, bucket 1: gradients of fc2.weight"});
 }
 
-TEST_F(BEY09, names_an_operation_that_one_rank_left_out) {
+TEST_F(Disagreement, BEY09_names_an_operation_that_one_rank_left_out) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         if (!odd_one()) group.all_reduce(tensor.clone(), ReduceOp::sum, {1, 0, "fc1"}).wait();
@@ -157,7 +157,7 @@ TEST_F(BEY09, names_an_operation_that_one_rank_left_out) {
       {"bucket 0: fc1", "bucket 1: fc2"});
 }
 
-TEST_F(BEY09, names_an_operation_that_one_rank_added) {
+TEST_F(Disagreement, BEY09_names_an_operation_that_one_rank_added) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         if (odd_one()) group.all_reduce(tensor.clone(), ReduceOp::sum, {1, 0, "extra"}).wait();
@@ -194,13 +194,13 @@ void expect_different_groups_named() {
 
 // No group sees the difference; each rank waits for the others. Repeated, because the first rank to notice releases
 // groups that others still wait in.
-TEST_F(BEY09, names_different_groups) {
+TEST_F(Disagreement, BEY09_names_different_groups) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   for (int i = 0; i < 4; ++i) expect_different_groups_named();
 }
 
 // Rank 0 only looks whether the first one is finished, and would go on.
-TEST_F(BEY09, a_wait_with_a_limit_is_no_difference) {
+TEST_F(Disagreement, BEY09_a_wait_with_a_limit_is_no_difference) {
   if (!state_of(world().group())->progress->transport->checks_agreement()) {
     GTEST_SKIP() << "calls are compared before they start, so both groups need one order";
   }
@@ -222,14 +222,14 @@ TEST_F(BEY09, a_wait_with_a_limit_is_no_difference) {
 }
 
 // While the thread lives it might call what another rank waits for; after that it cannot.
-TEST_F(BEY09, names_different_groups_after_a_thread_that_has_ended) {
+TEST_F(Disagreement, BEY09_names_different_groups_after_a_thread_that_has_ended) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   std::thread([] { world().group().barrier().wait(); }).join();
   expect_different_groups_named();
 }
 
 // It may give the group to a thread that has not called anything yet, and whose call another rank waits for.
-TEST_F(BEY09, a_thread_that_makes_a_group_counts_as_one_that_calls) {
+TEST_F(Disagreement, BEY09_a_thread_that_makes_a_group_counts_as_one_that_calls) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI may be without calls from several threads";
   world().group().barrier().wait();
   const auto& activity = state_of(world().group())->world->activity;
@@ -243,7 +243,7 @@ TEST_F(BEY09, a_thread_that_makes_a_group_counts_as_one_that_calls) {
 
 // No waiting rank sees the difference: the root of a small broadcast is done once it has sent the bytes, and then waits
 // elsewhere.
-TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {
+TEST_F(Disagreement, BEY09_names_an_operation_that_one_rank_has_done) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   const auto first = test::fresh_group();
   const auto second = test::fresh_group();
@@ -268,7 +268,7 @@ TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {
 }
 
 // The late rank is told when it comes.
-TEST_F(BEY09, a_rank_that_comes_late_is_told_too) {
+TEST_F(Disagreement, BEY09_a_rank_that_comes_late_is_told_too) {
   const auto group = test::fresh_group();
   std::string text = "(nothing was thrown)";
   world().group().barrier().wait();
@@ -287,7 +287,7 @@ TEST_F(BEY09, a_rank_that_comes_late_is_told_too) {
 }
 
 // More operations are in flight than a rank publishes or remembers.
-TEST_F(BEY09, names_the_first_of_many_operations) {
+TEST_F(Disagreement, BEY09_names_the_first_of_many_operations) {
   const auto group = test::fresh_group();
   std::string text = "(nothing was thrown)";
   world().group().barrier().wait();
@@ -311,7 +311,7 @@ TEST_F(BEY09, names_the_first_of_many_operations) {
 }
 
 // A rank that is late by more than that, in any order of work, is merely late.
-TEST_F(BEY09, a_rank_that_is_late_is_no_difference) {
+TEST_F(Disagreement, BEY09_a_rank_that_is_late_is_no_difference) {
   const auto first = test::fresh_group();
   const auto second = test::fresh_group();
   auto a = at::ones({4});
@@ -324,13 +324,13 @@ TEST_F(BEY09, a_rank_that_is_late_is_no_difference) {
 }
 
 // Half as many elements of twice the size have as many bytes.
-TEST_F(BEY09, names_different_dtypes_of_equal_bytes) {
+TEST_F(Disagreement, BEY09_names_different_dtypes_of_equal_bytes) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kDouble) : tensor).wait(); },
                {"x Float)", "x Double)"});
 }
 
-TEST_F(BEY09, names_different_parts_of_a_gather) {
+TEST_F(Disagreement, BEY09_names_different_parts_of_a_gather) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         const auto part = odd_one() ? tensor.narrow(0, 0, tensor.numel() / 2) : tensor;
@@ -339,13 +339,13 @@ TEST_F(BEY09, names_different_parts_of_a_gather) {
       {"all_gather(", "rank 0 called"});
 }
 
-TEST_F(BEY09, names_a_barrier_beside_a_collective) {
+TEST_F(Disagreement, BEY09_names_a_barrier_beside_a_collective) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { odd_one() ? group.barrier().wait() : group.all_reduce(tensor).wait(); },
                {"rank 0 called all_reduce(sum", "called barrier"});
 }
 
-TEST_F(BEY09, names_different_steps) {
+TEST_F(Disagreement, BEY09_names_different_steps) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(tensor, ReduceOp::sum, {odd_one() ? 8 : 7, 0, "fc1"}).wait();
@@ -353,15 +353,15 @@ TEST_F(BEY09, names_different_steps) {
       {"step 7, bucket 0: fc1", "step 8, bucket 0: fc1"});
 }
 
-class BEY09Messages : public BEY09 {
+class DisagreementMessages : public Disagreement {
  protected:
   void SetUp() override {
-    BEY09::SetUp();
+    Disagreement::SetUp();
     if (!compares_messages()) GTEST_SKIP() << "not on " << world().group().transport();
   }
 };
 
-TEST_F(BEY09Messages, names_unequal_parts_that_do_not_fit) {
+TEST_F(DisagreementMessages, BEY09_names_unequal_parts_that_do_not_fit) {
   const auto group = test::fresh_group();
   const auto backend = make_backend(group);
   std::vector<std::vector<at::Tensor>> outputs(1);
@@ -380,7 +380,7 @@ TEST_F(BEY09Messages, names_unequal_parts_that_do_not_fit) {
 }
 
 // The rank that is told first ends its connections, which the others must not see before they are told.
-TEST_F(BEY09Messages, names_a_message_that_does_not_fit_its_receiver) {
+TEST_F(DisagreementMessages, BEY09_names_a_message_that_does_not_fit_its_receiver) {
   for (int i = 0; i < 10; ++i) {
     const auto group = test::fresh_group();
     auto tensor = at::ones({10});

@@ -251,7 +251,7 @@ TEST(LaunchEnvironment, refuses_partial_sets) {
   EXPECT_NE(refusal({{"OMPI_COMM_WORLD_RANK", "0"}}).find("OMPI_COMM_WORLD_SIZE"), std::string::npos);
 }
 
-TEST(LaunchEnvironment, refuses_nonsense) {
+TEST(LaunchEnvironment, malformed_variables_are_refused) {
   EXPECT_NE(refusal({{"RANK", "two"}, {"WORLD_SIZE", "2"}}).find("RANK='two'"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of a world of 2"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "0"}}).find("world size 0"), std::string::npos);

@@ -19,7 +19,7 @@
 namespace shoal {
 namespace {
 
-using Standing = Membership::Standing;
+using Outcome = Membership::Outcome;
 using Sights = std::map<int, MemberSight>;
 
 struct Events {
@@ -210,8 +210,8 @@ class Exploration {
       --next.left.renewals;
       process.membership.renew(sights);
     }
-    const auto standing = process.membership.look(sights);
-    if (standing == Standing::agreed) {
+    const auto outcome = process.membership.look(sights);
+    if (outcome == Outcome::agreed) {
       process.agreed = process.membership.card();
       const auto [place, made] = next.generations.emplace(process.agreed.number, process.agreed.members);
       require(made || place->second == process.agreed.members, "one number, two generations", next);
@@ -272,11 +272,11 @@ class Exploration {
       if (process.dead) continue;
       if (process.stopped || !process.read.empty() || !(process.shown == process.membership.card())) return;
       auto membership = process.membership;
-      const auto standing = membership.look(truth_for(state, self));
+      const auto outcome = membership.look(truth_for(state, self));
       if (!(membership.card() == process.membership.card())) return;
-      if (standing == Standing::agreed && !(process.agreed == membership.card())) return;
+      if (outcome == Outcome::agreed && !(process.agreed == membership.card())) return;
       any_lost = any_lost || (founders_ == 2 && was_left_by_the_dead(state, self));
-      if (standing == Standing::no_majority) {
+      if (outcome == Outcome::no_majority) {
         stuck.push_back(self);
         continue;
       }

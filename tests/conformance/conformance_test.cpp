@@ -232,7 +232,7 @@ std::vector<std::string> named_in(std::string row) {
   return names;
 }
 
-TEST(Registry, every_line_of_the_page_is_a_behaviour) {
+TEST(BehaviourRegistry, every_line_of_the_page_is_a_behaviour) {
   std::set<std::string> names;
   for (const auto& behaviour : behaviours()) names.insert(behaviour.name);
   std::ifstream page(YOUR_LOOP);
@@ -249,14 +249,14 @@ TEST(Registry, every_line_of_the_page_is_a_behaviour) {
 }
 
 // A strategy that shoal::make_training() knows is held to every behaviour, and what is declared here is one of those.
-TEST(Registry, strategies_are_those_of_the_library) {
+TEST(BehaviourRegistry, strategies_are_those_of_the_library) {
   std::set<std::string> declared{"none", "local"};  // one_process() is the one, ranks of the other share nothing
   for (const auto& strategy : strategies()) declared.insert(variant(strategy.name, world().group()).strategy);
   const auto names = strategy_names();
   EXPECT_EQ(declared, std::set<std::string>(names.begin(), names.end()));
 }
 
-TEST(Registry, names_are_those_of_behaviours) {
+TEST(BehaviourRegistry, names_are_those_of_behaviours) {
   std::set<std::string> names;
   for (const auto& behaviour : behaviours()) {
     EXPECT_TRUE(names.insert(behaviour.name).second) << behaviour.name << " is there twice";

@@ -34,7 +34,7 @@ class Decentralized : public Callable<Decentralized<Module>, Module> {
   double clip(double) override { throw Lacks("a clip between backward and step: clip_grad of the options"); }
   at::Tensor scale(const at::Tensor& loss) override { return parallel_.scale_loss(loss); }
   double loss_scale() override { return parallel_.scaler() != nullptr ? parallel_.scaler()->value() : 1; }
-  Joinable& joinable() override { throw Lacks("Join: a rank that has run out calls leave() or pass()"); }
+  Joinable& joinable() override { throw Lacks("Join: a rank that has run out calls leave() or step_without_update()"); }
   void abandon_step() override { parallel_.abandon_step(); }
   std::unique_ptr<TrainingState> state() override { return std::make_unique<TrainingState>(parallel_); }
   OptimizerState optimizer_state() override { return parallel_.state_dict(); }

@@ -35,7 +35,7 @@ const std::vector<Trained> hybrids{
     {.sharding = Sharding::megatron_by_host, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
     {.sharding = Sharding::megatron_by_host, .optimizer = "sgd", .dtype = at::kHalf, .overlap = false}};
 
-TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_nobody_ends) {
+TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_without_deaths_the_state_is_that_of_one_process) {
   for (const auto& trained : hybrids) {
     SCOPED_TRACE(name_of(trained));
     test::die_on_hosts({{2, 2}, "auto"}, {}, trained);

@@ -95,7 +95,7 @@ void die_at(int ranks, const std::vector<Death>& deaths, const LocalMethod& how,
   check(ended, victims, *record, how);
 }
 
-TEST(ElasticLocal, ELA12_nobody_ends) {
+TEST(ElasticLocal, ELA12_without_deaths_the_state_is_that_of_one_process) {
   for (const auto& how : methods()) {
     for (const int ranks : {1, 2, 3}) {
       SCOPED_TRACE(fmt::format("{}, {} ranks", name_of(how), ranks));

@@ -32,7 +32,7 @@ TEST(ElasticStraggler, ELA08_a_rank_stands_still_at_each_moment_of_a_step) {
   }
 }
 
-TEST(ElasticStraggler, ELA08_over_sockets) {
+TEST(ElasticStraggler, ELA08_a_rank_stands_still_over_sockets) {
   for (const std::string transport : {"tcp", "gloo"}) {
     SCOPED_TRACE(transport);
     WorldOptions options;

@@ -101,7 +101,7 @@ TEST(FlatLayout, parts_tile_the_buffer_evenly) {
   }
 }
 
-TEST(Layout, nonsense_is_refused) {
+TEST(Layout, impossible_sizes_and_parts_are_refused) {
   const std::vector<int64_t> negative = {-1};
   const std::vector<int64_t> one = {1};
   EXPECT_THROW(FlatLayout(negative, 4), UsageError);

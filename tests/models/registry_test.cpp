@@ -19,13 +19,13 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Property;
 
-TEST(Registry, lists_names_and_sizes) {
+TEST(ModelRegistry, lists_names_and_sizes) {
   EXPECT_THAT(model_names(), ElementsAre("mlp", "cnn", "gpt"));
   EXPECT_THAT(model_sizes("mlp"), ElementsAre("tiny", "small"));
   EXPECT_THAT(model_sizes("gpt"), ElementsAre("tiny", "small", "large", "gpt2"));
 }
 
-TEST(Registry, lists_the_choices_for_an_unknown_name) {
+TEST(ModelRegistry, lists_the_choices_for_an_unknown_name) {
   EXPECT_THAT(refusal([] { make_model("vgg", "tiny", Init::torch, 1); }),
               AllOf(HasSubstr("'vgg'"), HasSubstr("mlp, cnn, gpt")));
   EXPECT_THAT(refusal([] { make_model("mlp", "huge", Init::torch, 1); }),
@@ -34,7 +34,7 @@ TEST(Registry, lists_the_choices_for_an_unknown_name) {
   EXPECT_THAT(refusal([] { gpt_config("huge"); }), HasSubstr("tiny, small, large, gpt2"));
 }
 
-TEST(Registry, gpt2_has_its_published_sizes) {
+TEST(ModelRegistry, gpt2_has_its_published_sizes) {
   const auto config = gpt_config("gpt2");
   EXPECT_EQ(config.layers, 12);
   EXPECT_EQ(config.heads, 12);
@@ -52,7 +52,7 @@ bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) { return x.equal(y); });
 }
 
-TEST(Registry, the_seed_decides_the_parameters) {
+TEST(ModelRegistry, the_seed_decides_the_parameters) {
   for (const Init init : {Init::torch, Init::reference}) {
     const auto first = values(make_model("mlp", "tiny", init, 1));
     EXPECT_TRUE(equal(first, values(make_model("mlp", "tiny", init, 1))));
@@ -60,7 +60,7 @@ TEST(Registry, the_seed_decides_the_parameters) {
   }
 }
 
-TEST(Registry, leaves_the_default_generator_alone) {
+TEST(ModelRegistry, leaves_the_default_generator_alone) {
   torch::manual_seed(3);
   const auto expected = at::rand({4});
   torch::manual_seed(3);
@@ -68,7 +68,7 @@ TEST(Registry, leaves_the_default_generator_alone) {
   EXPECT_TRUE(at::rand({4}).equal(expected));
 }
 
-TEST(Registry, casts_floating_point_tensors_only) {
+TEST(ModelRegistry, casts_floating_point_tensors_only) {
   const auto single = make_model("cnn", "tiny", Init::reference, 1);
   const auto model = make_model("cnn", "tiny", Init::reference, 1, at::kDouble);
   for (const auto& item : model->named_parameters()) {
@@ -82,7 +82,7 @@ TEST(Registry, casts_floating_point_tensors_only) {
   EXPECT_EQ(logits.scalar_type(), at::kDouble);
 }
 
-TEST(Registry, torch_init_of_gpt_starts_near_a_uniform_guess) {
+TEST(ModelRegistry, torch_init_of_gpt_starts_near_a_uniform_guess) {
   const auto model = make_model("gpt", "tiny", Init::torch, 1);
   const auto tokens = at::arange(64, at::kLong).view({2, 32});
   EXPECT_NEAR(loss_of(model->forward(tokens), tokens).item<float>(), std::log(256), 0.5);

@@ -37,7 +37,7 @@ std::unique_ptr<TrainingCore> make_nothing(const TrainingParts&) {
   return nullptr;
 }
 
-TEST(Registry, names_are_documented_and_unique) {
+TEST(StrategyRegistry, names_are_documented_and_unique) {
   const auto names = strategy_names();
   EXPECT_EQ(std::set<std::string>(names.begin(), names.end()).size(), names.size());
   for (const auto& name : names) {
@@ -48,12 +48,12 @@ TEST(Registry, names_are_documented_and_unique) {
   }
 }
 
-TEST(Registry, an_unknown_name_is_refused_with_all_names) {
+TEST(StrategyRegistry, an_unknown_name_is_refused_with_all_names) {
   EXPECT_THAT(refusal([] { find_strategy("zero9"); }),
               AllOf(HasSubstr("'zero9'"), HasSubstr("ddp, zero1, zero2, megatron, fsdp"), HasSubstr("diloco")));
 }
 
-TEST(Registry, defaults_are_values_that_are_accepted) {
+TEST(StrategyRegistry, defaults_are_values_that_are_accepted) {
   for (const auto& name : strategy_names()) {
     const auto& strategy = find_strategy(name);
     for (const auto& option : strategy.options) {
@@ -66,7 +66,7 @@ TEST(Registry, defaults_are_values_that_are_accepted) {
   }
 }
 
-TEST(Registry, a_foreign_option_is_refused_with_the_strategies_that_have_it) {
+TEST(StrategyRegistry, a_foreign_option_is_refused_with_the_strategies_that_have_it) {
   EXPECT_EQ(refusal([] {
               option_values(find_strategy("fsdp"), {{"sync_every", "5"}});
             }),
@@ -74,7 +74,7 @@ TEST(Registry, a_foreign_option_is_refused_with_the_strategies_that_have_it) {
   EXPECT_EQ(refusal([] { option_values(find_strategy("fsdp"), {{"warp", "9"}}); }), "warp: no strategy has it");
 }
 
-TEST(Registry, values_that_do_not_fit_are_refused_by_name) {
+TEST(StrategyRegistry, values_that_do_not_fit_are_refused_by_name) {
   const auto refused = [](const std::string& strategy, const std::string& option, const std::string& value) {
     return refusal([&] { option_values(find_strategy(strategy), {{option, value}}); });
   };
@@ -86,7 +86,7 @@ TEST(Registry, values_that_do_not_fit_are_refused_by_name) {
   EXPECT_THAT(refused("decentralized", "exchange_dtype", "int4"), HasSubstr("available: float32, bf16, int8, top_k"));
 }
 
-TEST(Registry, checks_say_before_the_start_what_would_fail) {
+TEST(StrategyRegistry, checks_say_before_the_start_what_would_fail) {
   const auto check = [](const std::string& name, const StrategyOptions& options, int ranks) {
     const auto& strategy = find_strategy(name);
     return refusal([&] { strategy.check(option_values(strategy, options), {}, ranks, 1); });
@@ -102,13 +102,13 @@ TEST(Registry, checks_say_before_the_start_what_would_fail) {
   EXPECT_THAT(check("none", {}, 2), HasSubstr("one process"));
 }
 
-TEST(Registry, mixed_precision_is_as_the_strategy_does_it) {
+TEST(StrategyRegistry, mixed_precision_is_as_the_strategy_does_it) {
   EXPECT_EQ(precision_of("ddp", "bf16_mixed").parameters, at::kFloat);
   EXPECT_EQ(precision_of("fsdp", "bf16_mixed").parameters, at::kBFloat16);
   EXPECT_THAT(refusal([] { precision_of("ddp", "int8"); }), HasSubstr("float32, bf16_mixed"));
 }
 
-TEST(Registry, bf16_without_float32_copies_is_taken_by_its_own_name_only) {
+TEST(StrategyRegistry, bf16_without_float32_copies_is_taken_by_its_own_name_only) {
   for (const auto& strategy : strategy_names()) {
     const bool copies = find_strategy(strategy).main_copies;
     const auto *name = copies ? "bf16" : "bf16_pure", *other = copies ? "bf16_pure" : "bf16";
@@ -122,7 +122,7 @@ TEST(Registry, bf16_without_float32_copies_is_taken_by_its_own_name_only) {
                     HasSubstr("take bf16_mixed, a strategy with float32 copies (megatron"), HasSubstr("or bf16_pure")));
 }
 
-TEST(Registry, a_training_may_be_a_global_object_of_the_program_that_has_saved_in_the_background) {
+TEST(StrategyRegistry, a_training_may_be_a_global_object_of_the_program_that_has_saved_in_the_background) {
   const TempFolder folder;
   const auto train_and_exit = [&](const World& world) -> std::string {
     for (const auto& name : strategy_names()) {
@@ -148,7 +148,7 @@ TEST(Registry, a_training_may_be_a_global_object_of_the_program_that_has_saved_i
   }
 }
 
-TEST(Registry, a_strategy_of_the_programs_own_is_one_of_them) {
+TEST(StrategyRegistry, a_strategy_of_the_programs_own_is_one_of_them) {
   register_strategy({.name = "mine",
                      .help = "a test's",
                      .options = {{.name = "bucket_cap_mb",

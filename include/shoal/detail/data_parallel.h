@@ -104,8 +104,8 @@ class DataParallelCore : public Joinable {
   // user has replaced since the last one.
   virtual void adopt_changes(bool training);
   // Called around each forward. training: the forward builds a graph.
-  virtual void begin_pass(bool /*training*/) {}
-  virtual void end_pass(bool /*training*/) {}
+  virtual void begin_forward(bool /*training*/) {}
+  virtual void end_forward(bool /*training*/) {}
   // Called before each forward that builds a graph.
   virtual void prepare() {}
   State& state() { return *state_; }

@@ -4,7 +4,7 @@
 #include "engine/gradients/gradient_stand_in.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_values.h"
-#include "engine/wrapper/normal_mode.h"
+#include "engine/wrapper/outside_inference_mode.h"
 #include "shoal/group.h"
 #include "wrappers/calls.h"
 
@@ -86,7 +86,7 @@ void bind_wrappers(py::module_& module) {
                 const std::vector<std::string>& items) { unlocked([&] { agree_as(call, group, subject, items); }); });
   module.def("is_watched", &is_watchable);
   module.def("digest", [](const at::Tensor& tensor) {
-    const NormalMode outside;
+    const OutsideInferenceMode outside;
     return unlocked([&] { return digest_of(tensor); });
   });
   module.def("uncompiled", &call_uncompiled);

@@ -133,7 +133,7 @@ void bind_decentralized(py::module_& module) {
       .def("global_avg", [](DecentralizedCore& core) { unlocked([&] { core.global_avg(); }); })
       .def("consensus_distance",
            [](DecentralizedCore& core) { return unlocked([&] { return core.consensus_distance(); }); })
-      .def("pass_step", [](DecentralizedCore& core) { unlocked([&] { core.pass(); }); })
+      .def("step_without_update", [](DecentralizedCore& core) { unlocked([&] { core.step_without_update(); }); })
       .def("leave", [](DecentralizedCore& core) { unlocked([&] { core.leave(); }); })
       .def("check_gradients", [](const DecentralizedCore& core) { core.check_gradients(); })
       .def("last_norm", [](const DecentralizedCore& core) { return core.last_norm(); })

@@ -49,7 +49,7 @@ void bind_shard_gossip(py::module_& module) {
              });
            }),
            py::keep_alive<1, 2>())
-      .def("pass_step", [](Core& core) { unlocked([&] { core.pass(); }); })
+      .def("step_without_update", [](Core& core) { unlocked([&] { core.step_without_update(); }); })
       .def("global_avg", [](Core& core) { unlocked([&] { core.global_avg(); }); })
       .def(
           "mean_parameters",

@@ -150,12 +150,12 @@ MemberCard Generations::agree(int min_ranks) {
     require_board();
     const auto seen = board_->bell();
     const auto before = membership_.card();
-    const auto standing = membership_.look(look());
+    const auto outcome = membership_.look(look());
     const auto& card = membership_.card();
     require_not_given_up();
     if (is_newcomer()) require_job();
     require_not_refused();
-    if (standing == Membership::Standing::left_out) {
+    if (outcome == Membership::Outcome::left_out) {
       if (!is_newcomer()) {
         throw JobLost("the other ranks of this elastic job go on without this one, which they take for dead");
       }
@@ -173,7 +173,7 @@ MemberCard Generations::agree(int min_ranks) {
     } else {
       require_enough(static_cast<int>(card.members.size()), min_ranks);
       if (!(board_->entry(board_->self()).card == card)) show(card);
-      if (standing == Membership::Standing::agreed) {
+      if (outcome == Membership::Outcome::agreed) {
         if (card.number > number()) return card;
         membership_.renew(look());  // a host that was silent is heard of again
         continue;
@@ -185,7 +185,7 @@ MemberCard Generations::agree(int min_ranks) {
         waiting.restart();
       }
       end_stragglers(card, with_stragglers);
-      if (waiting.over()) lose_late(card, standing);
+      if (waiting.over()) lose_late(card, outcome);
     }
     if (before == card) board_->wait(seen);
     if (cell_->state->options.while_waiting) cell_->state->options.while_waiting();
@@ -277,7 +277,7 @@ void Generations::require_not_given_up() const {
 }
 
 // Those without a majority do not give the job up, because others may go on with it; nor do those without its state.
-void Generations::lose_late(const MemberCard& card, Membership::Standing standing) const {
+void Generations::lose_late(const MemberCard& card, Membership::Outcome outcome) const {
   std::vector<std::string> late;
   std::vector<int> silent;
   // Some hosts may have fallen silent before others, and be off the card.
@@ -298,7 +298,7 @@ void Generations::lose_late(const MemberCard& card, Membership::Standing standin
       "rank(s) {} of the first generation live, but have not come to the recovery within {} s: they are "
       "stopped, or compute without communicating",
       fmt::join(late, ", "), cell_->state->options.timeout_seconds);
-  if (standing == Membership::Standing::waiting && !is_newcomer() && !is_on_trial()) watch_->give_up(lost);
+  if (outcome == Membership::Outcome::waiting && !is_newcomer() && !is_on_trial()) watch_->give_up(lost);
   throw JobLost(lost);
 }
 

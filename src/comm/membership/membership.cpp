@@ -69,7 +69,7 @@ uint64_t highest_number(const Sights& others) {
 Membership::Membership(int self, MemberCard first)
     : self_(self), card_(std::move(first)), base_(card_.members), grown_(card_.members) {}
 
-Membership::Standing Membership::look(const Sights& others) {
+Membership::Outcome Membership::look(const Sights& others) {
   if (card_.members.empty()) return join(others);
   auto latest = card_;
   // Newcomers that a member has admitted meanwhile.
@@ -93,19 +93,19 @@ Membership::Standing Membership::look(const Sights& others) {
     if (shown == nullptr || shown->members.empty() || shown->number < latest.grown) continue;
     if (!contains(shown->members, self_)) {
       card_ = {.number = std::max(card_.number, shown->number)};
-      return Standing::left_out;
+      return Outcome::left_out;
     }
     members = common(members, shown->members);
   }
   // A newcomer without any member that has the job's state asks again.
   if (!contains(base_, self_) && common(members, base_).empty()) {
     card_ = {.number = std::max(card_.number, highest_number(others))};
-    return Standing::left_out;
+    return Outcome::left_out;
   }
   if (members != latest.members) {
     const auto number = std::max(card_.number, highest_number(others)) + 1;
     card_ = {number, latest.grown, std::move(members), std::move(latest.base)};
-    return Standing::waiting;
+    return Outcome::waiting;
   }
   card_ = std::move(latest);
   for (const int member : card_.members) {
@@ -117,10 +117,10 @@ Membership::Standing Membership::look(const Sights& others) {
     const auto* shown = card_of(others, member);
     return shown != nullptr && shown->number == card_.number && shown->members == card_.members;
   });
-  if (!has_majority(card_.members, others)) return Standing::no_majority;
-  if (!same) return stuck ? Standing::no_majority : Standing::waiting;
+  if (!has_majority(card_.members, others)) return Outcome::no_majority;
+  if (!same) return stuck ? Outcome::no_majority : Outcome::waiting;
   base_ = grown_ = card_.members;
-  return Standing::agreed;
+  return Outcome::agreed;
 }
 
 void Membership::renew(const Sights& others) {
@@ -158,14 +158,14 @@ bool Membership::has_majority(const MemberList& members, const Sights& others) c
   });
 }
 
-Membership::Standing Membership::join(const Sights& others) {
+Membership::Outcome Membership::join(const Sights& others) {
   for (const auto& [member, sight] : others) {
     const auto* shown = card_of(others, member);
     if (shown == nullptr || !contains(shown->members, self_) || shown->grown <= card_.number) continue;
     card_ = *shown;
     adopt(card_);
   }
-  return Standing::waiting;
+  return Outcome::waiting;
 }
 
 }  // namespace shoal

@@ -37,7 +37,7 @@ struct MemberSight {
 
 class Membership {
  public:
-  enum class Standing {
+  enum class Outcome {
     waiting,      // for cards of other members; look again when something changes
     agreed,       // all members on the card show it: the card is a generation
     left_out,     // the others go on without this process; from now on it asks to join
@@ -58,7 +58,7 @@ class Membership {
   // before this one does, so going on without silent members takes a majority of both lists.
   const MemberList& grown() const { return grown_; }
   // Takes note of what the other processes show, by member; may change the card.
-  Standing look(const std::map<int, MemberSight>& others);
+  Outcome look(const std::map<int, MemberSight>& others);
   // Begins another generation, of the same members unless some have ended: the present one was given up. `look` follows.
   void renew(const std::map<int, MemberSight>& others);
   // Adds processes that ask to join. Only for the first member of a generation that is agreed, between two steps.
@@ -67,7 +67,7 @@ class Membership {
  private:
   bool has_majority(const MemberList& members, const std::map<int, MemberSight>& others) const;
   void adopt(const MemberCard& grown);
-  Standing join(const std::map<int, MemberSight>& others);
+  Outcome join(const std::map<int, MemberSight>& others);
 
   int self_;
   MemberCard card_;

@@ -32,7 +32,7 @@ bool Survivors::absent(int rank) const {
   return ended(rank) || watch_->left_behind(in_world(rank));
 }
 
-int Survivors::heir() const {
+int Survivors::acting_rank() const {
   int rank = 0;
   while (rank != group_.rank() && absent(rank)) ++rank;
   return rank;
@@ -73,7 +73,7 @@ void Survivors::wait(const std::string& what, const std::function<bool()>& done,
 std::map<int, int> Survivors::debtors(const std::function<bool(int rank)>& late) const {
   std::map<int, int> owed;
   for (int rank = 0; rank < group_.size(); ++rank) {
-    if (late(rank)) owed[rank] = absent(rank) ? heir() : rank;
+    if (late(rank)) owed[rank] = absent(rank) ? acting_rank() : rank;
   }
   return owed;
 }

@@ -27,14 +27,14 @@ class Survivors {
   // Whether the rank does nothing more in this generation: it has ended, or has given the generation up.
   bool absent(int rank) const;
   // The rank that acts for those that are absent: the lowest that is not. At any time, one at most takes itself for it.
-  int heir() const;
+  int acting_rank() const;
 
   // Wakes the others.
   void ring() const;
   // Returns once `done`, which is asked when another rank has rung or ended. JobLost that begins with `what` after the
   // world's timeout: what this rank has written down counts for the others, so it must not go on in another generation.
   // late: whether a rank's part is waited for. By the rule for stragglers, the rank that owes it is killed after twice the limit:
-  // itself, or the heir if it is absent.
+  // itself, or the acting rank if it is absent.
   void wait(const std::string& what, const std::function<bool()>& done,
             const std::function<bool(int rank)>& late) const;
   // The same, but false after the time that waits in the group are limited to, if that is shorter.
@@ -56,7 +56,7 @@ class Survivors {
   bool wait_until_then(const std::string& what, const std::function<bool()>& done,
                        std::chrono::steady_clock::time_point end, const std::function<std::string()>& awaited,
                        const std::function<void()>& look = {}) const;
-  // By rank whose part is missing, who owes it: the rank, or the heir of one that is absent.
+  // By rank whose part is missing, who owes it: the rank, or the acting rank of one that is absent.
   std::map<int, int> debtors(const std::function<bool(int rank)>& late) const;
   // "rank 1 (pid 41; the launcher's number)": others that owe something.
   std::string in_words(const std::map<int, int>& owed) const;

@@ -176,7 +176,7 @@ std::byte* HostMemory::allocate(size_t bytes) {
   if (is_forked_copy()) {
     throw UsageError(fmt::format("shared memory of process {} cannot be allocated in a process forked from it", pid_));
   }
-  try_graves();
+  try_retired();
   const std::lock_guard lock(mutex_);
   bytes = whole_pages(bytes);
   for (auto& arena : arenas_) {
@@ -200,34 +200,34 @@ std::byte* HostMemory::allocate(size_t bytes) {
   return allocate_in(arenas_.back(), bytes);
 }
 
-void HostMemory::retire(std::function<bool()> bury, std::function<void()> unread) {
+void HostMemory::retire(std::function<bool()> try_free, std::function<void()> unread) {
   {
-    const std::lock_guard lock(graves_mutex_);
-    graves_.push_back({std::move(bury), std::move(unread)});
+    const std::lock_guard lock(retired_mutex_);
+    retired_.push_back({std::move(try_free), std::move(unread)});
   }
-  try_graves();
+  try_retired();
 }
 
-std::vector<HostMemory::Grave> HostMemory::take_graves() {
-  const std::lock_guard lock(graves_mutex_);
-  return std::exchange(graves_, {});
+std::vector<HostMemory::RetiredBlock> HostMemory::take_retired() {
+  const std::lock_guard lock(retired_mutex_);
+  return std::exchange(retired_, {});
 }
 
 void HostMemory::free_retired() {
-  auto graves = take_graves();
-  std::erase_if(graves, [](const Grave& grave) {
-    if (grave.unread) grave.unread();
-    return grave.unread != nullptr;
+  auto blocks = take_retired();
+  std::erase_if(blocks, [](const RetiredBlock& block) {
+    if (block.unread) block.unread();
+    return block.unread != nullptr;
   });
-  const std::lock_guard lock(graves_mutex_);
-  graves_.insert(graves_.end(), graves.begin(), graves.end());
+  const std::lock_guard lock(retired_mutex_);
+  retired_.insert(retired_.end(), blocks.begin(), blocks.end());
 }
 
-void HostMemory::try_graves() {
-  auto graves = take_graves();
-  std::erase_if(graves, [](const Grave& grave) { return grave.bury(); });
-  const std::lock_guard lock(graves_mutex_);
-  graves_.insert(graves_.end(), graves.begin(), graves.end());
+void HostMemory::try_retired() {
+  auto blocks = take_retired();
+  std::erase_if(blocks, [](const RetiredBlock& block) { return block.try_free(); });
+  const std::lock_guard lock(retired_mutex_);
+  retired_.insert(retired_.end(), blocks.begin(), blocks.end());
 }
 
 void HostMemory::free(std::byte* data) {

@@ -135,9 +135,9 @@ class HostMemory {
   std::byte* allocate(size_t bytes);
   // Returns the memory to the system at once. No peer may use it any more.
   void free(std::byte* data);
-  // Frees memory that peers may still read: calls `bury` now, and again at every allocation and free, until it returns
-  // true. unread: called instead by free_retired().
-  void retire(std::function<bool()> bury, std::function<void()> unread = {});
+  // Frees memory that peers may still read: calls `try_free` now, and again at every allocation and free, until it
+  // returns true. unread: called instead by free_retired().
+  void retire(std::function<bool()> try_free, std::function<void()> unread = {});
   // Frees what was retired, because no peer reads it any more.
   void free_retired();
   // Place of [data, data + bytes), if it lies within one block of this heap.
@@ -166,13 +166,13 @@ class HostMemory {
     std::map<size_t, size_t> free;  // offset -> bytes
     std::map<size_t, size_t> used;
   };
-  struct Grave {
-    std::function<bool()> bury;
+  struct RetiredBlock {
+    std::function<bool()> try_free;
     std::function<void()> unread;
   };
   std::byte* allocate_in(Arena& arena, size_t bytes);
-  std::vector<Grave> take_graves();
-  void try_graves();
+  std::vector<RetiredBlock> take_retired();
+  void try_retired();
 
   const int pid_;  // a forked child has another pid
   SpinLimit spin_limit_;
@@ -184,8 +184,8 @@ class HostMemory {
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<PeerMemory>> peers_;  // by nonce, because pids are reused
   std::vector<Arena> arenas_;
-  std::mutex graves_mutex_;
-  std::vector<Grave> graves_;  // of retire(); their functions may read peers' memory
+  std::mutex retired_mutex_;
+  std::vector<RetiredBlock> retired_;  // of retire(); their functions may read peers' memory
   mutable std::mutex interruption_mutex_;
   std::shared_ptr<const WaitInterruption> interruption_;
 };

@@ -84,25 +84,25 @@ class SharedMemoryTransport : public Transport,
     const auto own_unread = [memory, own = own_block_] { memory->free(own); };
     if (given_up_) {
       // The block may be another rank's, and freed: its counters are of no use any more.
-      bury_unread(unread);
-      if (own_block_ != nullptr) bury_unread(own_unread);
+      retire_unread(unread);
+      if (own_block_ != nullptr) retire_unread(own_unread);
       return;
     }
     block->readers.fetch_sub(1);
-    const auto bury = [block, unread] {
+    const auto try_free = [block, unread] {
       if (block->readers.load() != 0) return false;
       unread();
       block->users.fetch_sub(1);
       return true;
     };
-    memory->retire(bury, unread);
+    memory->retire(try_free, unread);
     if (own_block_ == nullptr) return;
-    const auto bury_own = [block, own_unread] {
+    const auto try_free_own = [block, own_unread] {
       if (block->users.load() != 0) return false;
       own_unread();
       return true;
     };
-    memory->retire(bury_own, own_unread);
+    memory->retire(try_free_own, own_unread);
   }
 
   void give_up(const std::string& why) override {
@@ -239,7 +239,7 @@ class SharedMemoryTransport : public Transport,
     }
   }
 
-  void bury_unread(const std::function<void()>& unread) {
+  void retire_unread(const std::function<void()>& unread) {
     if (given_up_by_all_) {
       unread();
     } else {

@@ -14,7 +14,7 @@
 #include "base/without_sigpipe.h"
 #include "comm/rendezvous/socket.h"
 #include "comm/store/authenticated_store.h"
-#include "comm/store/doorkeeper.h"
+#include "comm/store/idle_connection_reaper.h"
 #include "comm/store/store.h"
 #include "shoal/error.h"
 
@@ -151,7 +151,7 @@ void quiet_c10d() {
 }
 
 struct StoreServer::State {
-  std::optional<Doorkeeper> doorkeeper;
+  std::optional<IdleConnectionReaper> reaper;
   c10::intrusive_ptr<c10d::TCPStore> server;
   c10::intrusive_ptr<c10d::Store> store;  // as the job's processes see it
 };
@@ -170,7 +170,7 @@ StoreServer::StoreServer(StorePlace place, const JobIdentity& job) : state_(std:
   options.waitWorkers = false;
   options.masterListenFd = place.take().release();
   state_->server = c10::make_intrusive<c10d::TCPStore>(place.address(), options);
-  state_->doorkeeper.emplace(this->port());
+  state_->reaper.emplace(this->port());
   state_->store = authenticated(state_->server, job);
   store_set(*state_->store, claim_key, job_claim(job));
 }

@@ -61,7 +61,7 @@ void BucketSet::make_memory_alike() {
   for (const auto& [kind, buckets] : alike) {
     std::vector<int64_t> numels;
     for (const auto* bucket : buckets) numels.push_back(bucket->numel());
-    const auto most_unused = passing_bucket_bytes / static_cast<int64_t>(at::elementSize(kind.first));
+    const auto most_unused = max_transient_bucket_bytes / static_cast<int64_t>(at::elementSize(kind.first));
     const auto sizes = common_sizes(numels, most_unused, most_times_larger);
     for (size_t i = 0; i < buckets.size(); ++i) buckets[i]->set_least_numel(sizes[i]);
   }

@@ -5,8 +5,8 @@
 
 namespace shoal {
 
-// small: buckets of at most passing_bucket_bytes. Every bucket in flight is fresh memory in every step, and a rank that
-// waits here would wait at the end of backward.
+// small: buckets of at most max_transient_bucket_bytes. Every bucket in flight is fresh memory in every step, and a
+// rank that waits here would wait at the end of backward.
 inline BucketSchedule::Limits bucket_limits(bool small) {
   BucketSchedule::Limits limits;
   if (small) limits.in_flight = 2;

@@ -169,7 +169,7 @@ GuardedUpdate::Prepared GuardedUpdate::tensors_of(int rank, const Chunk& chunk) 
 void GuardedUpdate::step(int rank, const Chunk& chunk, const Prepared& all) {
   auto piece = part(rank, chunk, all.values);
   if (all.others.defined()) {
-    MixedIn::mix(piece, part(rank, chunk, all.others), shared_.inputs(rank, chunk.target).own);
+    GossipTerm::mix(piece, part(rank, chunk, all.others), shared_.inputs(rank, chunk.target).own);
   }
   if (!all.gradient.defined()) return round(rank, chunk, piece);
   piece.mutable_grad() = part(rank, chunk, all.gradient);

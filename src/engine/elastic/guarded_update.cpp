@@ -77,7 +77,7 @@ void GuardedUpdate::release(const HeldState& former, const std::vector<UpdateTar
   }
 }
 
-bool GuardedUpdate::prepare(const MixedInTo& mixed_in) {
+bool GuardedUpdate::prepare(const GossipTerms& mixed_in) {
   const int self = group_.rank();
   const auto& own = shared_.targets()[static_cast<size_t>(self)];
   for (size_t i = 0; i < own.size(); ++i) {
@@ -154,7 +154,7 @@ bool GuardedUpdate::commit_over_hosts(bool came, const DecideOverHosts& decide) 
   const auto failed = 2 * number;
   const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   const auto asks = [&] {
-    return !came || survivors_.heir() == group_.rank() || std::chrono::steady_clock::now() > patience;
+    return !came || survivors_.acting_rank() == group_.rank() || std::chrono::steady_clock::now() > patience;
   };
   survivors_.wait_in_time("the commit of a step", [&] { return verdict.load() >= failed || asks(); });
   if (verdict.load() < failed) give_verdict(number, decide(came));
@@ -217,12 +217,13 @@ void GuardedUpdate::run(bool updates) {
   };
   while (!every([&](int rank) { return is_updated(rank); })) {
     for (int rank = 0; rank < group_.size(); ++rank) {
-      if (is_lost(rank) && survivors_.heir() == self) update(rank);
+      if (is_lost(rank) && survivors_.acting_rank() == self) update(rank);
     }
     survivors_.wait(
         "the update of a step",
         [&] {
-          const bool rank_to_finish = survivors_.heir() == self && !every([&](int rank) { return !is_lost(rank); });
+          const bool rank_to_finish =
+              survivors_.acting_rank() == self && !every([&](int rank) { return !is_lost(rank); });
           return rank_to_finish || every([&](int rank) { return is_updated(rank); });
         },
         [&](int rank) { return !is_updated(rank); });

@@ -17,7 +17,7 @@
 namespace shoal {
 
 // Values that come from elsewhere, and are mixed into those of a tensor before it is updated.
-struct MixedIn {
+struct GossipTerm {
   at::Tensor
       others{};    // sum of them by their weights, of the tensor's dtype, with elements as it has them in memory; by
                    // Group::allocate()
@@ -30,7 +30,7 @@ struct MixedIn {
   }
 };
 // By what is updated.
-using MixedInTo = std::unordered_map<const c10::TensorImpl*, MixedIn>;
+using GossipTerms = std::unordered_map<const c10::TensorImpl*, GossipTerm>;
 
 // Whether all hosts pass the commit: as the first rank says that asks, for all of them. JobLost if it cannot be known.
 using DecideOverHosts = std::function<bool(bool passes)>;
@@ -73,7 +73,7 @@ class GuardedUpdate {
   // Before commit(). mixed_in: for own targets; run() mixes it in before it updates a target. Returns whether the others must map
   // memory of this rank, all of them in one map_all(), so that they can read it after its death. UsageError for state that was
   // replaced, and sparse gradients.
-  bool prepare(const MixedInTo& mixed_in = {});
+  bool prepare(const GossipTerms& mixed_in = {});
   void map_all() const { survivors_.map_all(); }
   void commit();
   // In place of commit() where other hosts hold the same shares: the commit is that of all hosts, and must be called once ranks have

@@ -10,10 +10,10 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t alignment = 128;
+constexpr int64_t kept_alignment = 128;
 
 int64_t aligned(int64_t bytes) {
-  return (bytes + alignment - 1) / alignment * alignment;
+  return (bytes + kept_alignment - 1) / kept_alignment * kept_alignment;
 }
 
 using Word = std::atomic<int64_t>;
@@ -24,7 +24,7 @@ KeptValues::KeptValues(const Group& group, UpdateTargets targets) : targets_(std
   int64_t end = 0;
   for (const auto& list : targets_) {
     places_.push_back(end);
-    end += alignment;
+    end += kept_alignment;
     for (const auto& target : list) end += aligned(static_cast<int64_t>(target.values.nbytes()));
   }
   memory_ = group.allocate_host_shared(end, at::kByte, std::vector<Range>(targets_.size())).tensor();
@@ -37,7 +37,7 @@ std::byte* KeptValues::at(int64_t offset) const {
 template <class Copy>
 void KeptValues::for_each(int rank, const Copy& copy) const {
   const torch::NoGradGuard no_grad;
-  auto place = places_[static_cast<size_t>(rank)] + alignment;
+  auto place = places_[static_cast<size_t>(rank)] + kept_alignment;
   for (const auto& target : targets_[static_cast<size_t>(rank)]) {
     const auto& values = target.values;
     const auto kept = at::from_blob(at(place), {values.numel()}, values.options().requires_grad(false));

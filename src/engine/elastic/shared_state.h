@@ -13,8 +13,8 @@
 namespace shoal {
 
 // For each rank an UpdateRecord and a scratch, for each target an entry and slots for its state. Every rank writes its
-// own part; that of a rank which has ended is written by its heir. The memory outlives each of the ranks, and takes pages
-// only where it is written: a slot has room for any state up to 8 bytes per element.
+// own part; that of a rank which has ended is written by the rank that acts for it. The memory outlives each of the
+// ranks, and takes pages only where it is written: a slot has room for any state up to 8 bytes per element.
 class SharedState : public HeldState {
  public:
   // scratch_numel: the most elements of a target that are saved at once. Collective. UsageError if ranks do not share

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/gradients/backward_weight.h"
 #include "engine/gradients/earlier_sums.h"
 #include "engine/gradients/shown_gradients.h"
 #include "engine/gradients/weight_under_way.h"
@@ -156,7 +157,7 @@ class AccumulatedGradients {
   bool in_buckets_;
   bool everywhere_;
   Own own_;
-  OthersWeight others_weight_;
+  OuterBackwardWeight others_weight_;
   std::vector<bool> means_;              // by gradient: an earlier step has left a mean in grad()
   std::vector<TensorVersion> versions_;  // by gradient
   EarlierSums sums_;

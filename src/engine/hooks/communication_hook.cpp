@@ -29,12 +29,12 @@ void CommunicationHook::load_state(const State& state) {
 }
 
 Work sum_up(const GradientBucket& bucket, const at::Tensor& gradients, const at::Tensor& sum) {
-  switch (bucket.sum_for) {
-    case SumFor::all_ranks:
+  switch (bucket.result) {
+    case SumResult::all_ranks:
       return bucket.group.all_reduce(gradients, ReduceOp::sum, bucket.label);
-    case SumFor::parts:
+    case SumResult::ranges:
       return bucket.group.reduce_scatter(sum, gradients, ReduceOp::sum, bucket.label);
-    case SumFor::owner:
+    case SumResult::owner:
       return bucket.group.reduce(gradients, bucket.owner, ReduceOp::sum, bucket.label);
   }
   return {};

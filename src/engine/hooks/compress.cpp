@@ -31,8 +31,8 @@ PendingExchange CompressHook::begin(const GradientBucket& bucket) {
   const auto narrow = memory.narrow(0, 0, numel);
   narrow.copy_(bucket.gradients);
   // In place: the r-th part of the buffer is rank r's result.
-  const auto part = bucket.sum_for == SumFor::parts ? numel / bucket.group.size() : numel;
-  const auto begin = bucket.sum_for == SumFor::parts ? part * bucket.group.rank() : 0;
+  const auto part = bucket.result == SumResult::ranges ? numel / bucket.group.size() : numel;
+  const auto begin = bucket.result == SumResult::ranges ? part * bucket.group.rank() : 0;
   const auto sum = narrow.narrow(0, begin, part);
   return {.work = sum_up(bucket, narrow, sum), .finish = [spare = spare_, memory, sum, to = bucket.sum] {
             if (to.defined()) at::Tensor(to).copy_(sum);

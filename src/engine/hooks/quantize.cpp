@@ -67,7 +67,7 @@ PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
   const auto& group = bucket.group;
   const auto numel = bucket.gradients.numel();
   if (numel == 0) return {};  // on every rank
-  const int64_t rows = bucket.sum_for == SumFor::owner ? 1 : group.size();
+  const int64_t rows = bucket.result == SumResult::owner ? 1 : group.size();
   const auto columns = (numel + rows - 1) / rows;
   const Int8Format format(columns, std::min(options_.block, columns));
   const auto wanted = memory_->residuals.add_to(bucket);
@@ -75,7 +75,7 @@ PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
   if (memory_->residuals.on()) {
     memory_->residuals.keep_all(bucket, wanted - out_of_rows(format.decode(own), numel).to(wanted.scalar_type()));
   }
-  if (bucket.sum_for == SumFor::owner) {
+  if (bucket.result == SumResult::owner) {
     at::Tensor all;
     std::vector<at::Tensor> received;
     if (bucket.owner == group.rank()) {
@@ -92,7 +92,7 @@ PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
   }
   const auto all = at::empty_like(own);  // this rank's part of the bucket, from every rank
   PendingExchange pending{.work = group.all_to_all(all.view({-1}), own.view({-1}), bucket.label)};
-  if (bucket.sum_for == SumFor::parts) {
+  if (bucket.result == SumResult::ranges) {
     pending.finish = [all, format, to = bucket.sum] {
       at::Tensor(to).copy_(added_up(format.decode(all)).narrow(0, 0, to.numel()));
     };

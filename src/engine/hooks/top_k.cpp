@@ -71,7 +71,7 @@ PendingExchange TopKHook::begin(const GradientBucket& bucket) {
   const auto& group = bucket.group;
   at::Tensor all;
   PendingExchange pending;
-  if (bucket.sum_for == SumFor::owner) {
+  if (bucket.result == SumResult::owner) {
     std::vector<at::Tensor> received;
     if (bucket.owner == group.rank()) {
       all = at::empty({group.size(), packed.numel()}, packed.options());
@@ -83,7 +83,7 @@ PendingExchange TopKHook::begin(const GradientBucket& bucket) {
     pending.work = group.all_gather(all.view({-1}), packed, bucket.label);
   }
   if (!bucket.sum.defined()) return pending;
-  const auto begin = bucket.sum_for == SumFor::parts ? bucket.sum.numel() * group.rank() : 0;
+  const auto begin = bucket.result == SumResult::ranges ? bucket.sum.numel() * group.rank() : 0;
   pending.finish = [all, to = bucket.sum, range = Range{begin, begin + bucket.sum.numel()}, count = positions.numel(),
                     dtype] {
     const auto sum = at::zeros({to.numel()}, to.options().dtype(wide(dtype)));

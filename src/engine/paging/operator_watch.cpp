@@ -19,7 +19,7 @@
 #include <unordered_map>
 
 #include "base/called_by_pytorch.h"
-#include "engine/wrapper/normal_mode.h"
+#include "engine/wrapper/outside_inference_mode.h"
 #include "module/permanent_library.h"
 
 namespace shoal {
@@ -144,7 +144,7 @@ class Uses {
 
   void tell_users() {
     const UnwatchedOperators own;  // operators that observers call
-    const NormalMode outside;
+    const OutsideInferenceMode outside;
     const c10::impl::ExcludeDispatchKeyGuard untransformed(transforms);
     for (; begun_ < uses_.size(); ++begun_) {
       if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);

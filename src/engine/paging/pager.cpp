@@ -198,7 +198,7 @@ bool Pager::too_many(size_t pages, int64_t bytes) const {
 
 // Makes room for `next`, or enforces the limit if there is none. Never frees a page that an operator is using.
 void Pager::make_room(const Page* next) {
-  if (keep_) return;
+  if (limit_ignored_) return;
   int64_t bytes = next == nullptr ? 0 : next->bytes();
   for (const auto index : used_) bytes += pages_[index]->bytes();
   for (auto place = used_.begin(); place != used_.end();) {
@@ -297,7 +297,7 @@ void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
 
 // The pages of a unit count once. Pages that an operator already uses need no more room.
 void Pager::require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const {
-  if (keep_) return;
+  if (limit_ignored_) return;
   std::set<std::string> units;
   int64_t bytes = 0;
   for (auto* storage : memory) {
@@ -331,9 +331,9 @@ void Pager::invalidate(const at::Tensor& page) {
   reshard(index_.at(page.storage().unsafeGetStorageImpl()));
 }
 
-void Pager::keep(bool all) {
+void Pager::set_limit_ignored(bool ignored) {
   const std::lock_guard lock(mutex_);
-  keep_ = all;
+  limit_ignored_ = ignored;
   make_room(nullptr);
 }
 

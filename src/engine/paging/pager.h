@@ -89,7 +89,7 @@ class Pager : private MemoryUser {
   // While off, writes are not detected, and are lost.
   void notice_writes(bool on) { notices_ = on; }
   // While set, pages remain in memory regardless of the limit.
-  void keep(bool all);
+  void set_limit_ignored(bool ignored);
   // To be called by ranks behind passes that others do not make, and by those: takes part in the gathers of the former, until all have
   // called it. Collective.
   void meet();
@@ -159,7 +159,7 @@ class Pager : private MemoryUser {
   std::vector<size_t> unsharded_;  // pages of unshard_all()
   int64_t largest_ = 0;            // bytes of the largest page
   size_t ahead_ = 0;               // number of pages in memory or being gathered that were not used yet
-  bool keep_ = false;
+  bool limit_ignored_ = false;
   UseOrder uses_;  // with check_order
   bool warned_ = false;
   SpareMemory spare_;

@@ -6,8 +6,8 @@ namespace shoal {
 namespace {
 
 ReductionPlan plan_of_owners(const Group& group, BucketCaps caps, std::vector<int> owners, bool follow) {
-  ReductionPlan plan{.hook_point = {group, SumFor::owner}};
-  plan.keeps = ReductionPlan::Keeps::owned;
+  ReductionPlan plan{.hook_point = {group, SumResult::owner}};
+  plan.keeps = SumResult::owner;
   plan.caps = caps;
   plan.follows_order = follow;
   plan.divided = owners;
@@ -16,8 +16,8 @@ ReductionPlan plan_of_owners(const Group& group, BucketCaps caps, std::vector<in
 }
 
 ReductionPlan plan_of_ranges(const Group& group, BucketCaps caps) {
-  ReductionPlan plan{.hook_point = {group, SumFor::parts}};
-  plan.keeps = ReductionPlan::Keeps::ranges;
+  ReductionPlan plan{.hook_point = {group, SumResult::ranges}};
+  plan.keeps = SumResult::ranges;
   plan.caps = caps;
   plan.follows_order = false;
   plan.ranges = group.size();
@@ -27,7 +27,7 @@ ReductionPlan plan_of_ranges(const Group& group, BucketCaps caps) {
 }  // namespace
 
 AllReduce::AllReduce(const Group& group, BucketCaps caps, bool consumed)
-    : GradientReduction({.hook_point = {group, SumFor::all_ranks}, .caps = caps, .consumed = consumed}),
+    : GradientReduction({.hook_point = {group, SumResult::all_ranks}, .caps = caps, .consumed = consumed}),
       group_(group) {}
 
 PendingExchange AllReduce::reduce(Bucket& bucket, const Label& label) const {

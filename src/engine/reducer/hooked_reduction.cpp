@@ -39,16 +39,16 @@ class HookedReduction : public GradientReduction {
     const auto& point = plan().hook_point;
     const auto range = point.of_kept ? bucket.kept_range() : Range{0, bucket.payload_numel()};
     GradientBucket seen{.group = point.group,
-                        .sum_for = point.sum_for,
+                        .result = point.result,
                         .gradients = point.of_kept ? bucket.kept() : bucket.payload(range),
                         .sum = {},
                         .pieces = {},
                         .last = bucket.last(),
                         .label = label};
-    if (point.sum_for == SumFor::owner) seen.owner = plan().owners[bucket.members().front()];
-    if (point.sum_for == SumFor::parts) {
+    if (point.result == SumResult::owner) seen.owner = plan().owners[bucket.members().front()];
+    if (point.result == SumResult::ranges) {
       seen.sum = bucket.kept();
-    } else if (point.sum_for == SumFor::all_ranks || seen.owner == point.group.rank()) {
+    } else if (point.result == SumResult::all_ranks || seen.owner == point.group.rank()) {
       seen.sum = seen.gradients;
     }
     // Gaps hold stale values, but to a hook they are elements like any other.
@@ -77,8 +77,8 @@ class HookedReduction : public GradientReduction {
   std::string prefix_;
 };
 
-std::string who_gets_them(SumFor sum_for) {
-  return sum_for == SumFor::owner ? "each gradient's sum goes to one rank" : "each rank gets a part of every sum";
+std::string who_gets_them(SumResult result) {
+  return result == SumResult::owner ? "each gradient's sum goes to one rank" : "each rank gets a part of every sum";
 }
 
 }  // namespace
@@ -89,11 +89,11 @@ std::unique_ptr<GradientReduction> with_hook(std::unique_ptr<GradientReduction> 
                                              const std::string& prefix) {
   if (!hook) return reduction;
   const auto point = reduction->plan().hook_point;
-  if (!hook->serves(point.sum_for)) {
+  if (!hook->serves(point.result)) {
     throw UsageError(
         fmt::format("{}: communication hook {} gives every rank the whole sum, but here {}; take another hook, or "
                     "DistributedDataParallel or FullyShardedDataParallel with no_shard",
-                    wrapper, hook->name(), who_gets_them(point.sum_for)));
+                    wrapper, hook->name(), who_gets_them(point.result)));
   }
   return std::make_unique<HookedReduction>(std::move(reduction), std::move(hook), gradients, prefix);
 }

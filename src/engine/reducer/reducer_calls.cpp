@@ -42,7 +42,7 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
   weighing_ = Weighing::under_way;
   try {
     if (has_graph) {
-      const WeightUnderWay for_other_wrappers(weight);
+      const BackwardWeightScope for_other_wrappers(weight);
       loss_sum.backward();
     } else if (callbacks.synchronises()) {
       reduce_now();

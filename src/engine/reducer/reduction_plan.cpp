@@ -14,16 +14,16 @@ std::vector<std::vector<size_t>> ReductionPlan::buckets(const std::vector<Gradie
 }
 
 FlatLayout ReductionPlan::layout(std::span<const int64_t> numels, size_t element_bytes) const {
-  return keeps == Keeps::ranges ? scatter_layout(numels, element_bytes, ranges) : FlatLayout(numels, element_bytes);
+  return keeps == SumResult::ranges ? scatter_layout(numels, element_bytes, ranges) : FlatLayout(numels, element_bytes);
 }
 
 Range ReductionPlan::kept(const Bucket& bucket, int place) const {
-  if (keeps == Keeps::ranges) return bucket.layout().part(place);
+  if (keeps == SumResult::ranges) return bucket.layout().part(place);
   return keeps_whole(bucket, place) ? Range{0, bucket.payload_numel()} : Range{};
 }
 
 bool ReductionPlan::keeps_whole(const Bucket& bucket, int place) const {
-  if (keeps == Keeps::owned) return owners[bucket.members().front()] == place;
+  if (keeps == SumResult::owner) return owners[bucket.members().front()] == place;
   return everywhere();
 }
 

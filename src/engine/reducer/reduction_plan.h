@@ -16,20 +16,14 @@ struct BucketCaps {
 // The sum that a communication hook makes.
 struct HookPoint {
   Group group;
-  SumFor sum_for = SumFor::all_ranks;
+  SumResult result = SumResult::all_ranks;
   bool of_kept = false;  // of Bucket::kept after a sum in a smaller group, not of the whole bucket
 };
 
 // The same on all ranks.
 struct ReductionPlan {
-  enum class Keeps {
-    everything,  // every rank has every sum
-    owned,       // of each bucket, one rank has the sum
-    ranges,      // every rank has an equal range of each bucket's sum, regardless of where gradients begin
-  };
-
   HookPoint hook_point;
-  Keeps keeps = Keeps::everything;
+  SumResult keeps = SumResult::all_ranks;
 
   // Buckets.
   BucketCaps caps{};
@@ -37,20 +31,20 @@ struct ReductionPlan {
   std::vector<int> divided{};  // by gradient: different numbers share no bucket; empty: no limit
 
   // Sums. Ranks that share a sum are numbered by their place, among all ranks or those of a smaller group.
-  std::vector<int> owners{};  // by gradient: place of the owner, with Keeps::owned
-  int ranges = 1;             // number of equal ranges, with Keeps::ranges
+  std::vector<int> owners{};  // by gradient: place of the owner, with SumResult::owner
+  int ranges = 1;             // number of equal ranges, with SumResult::ranges
   std::vector<int> places{};  // by rank; empty: the rank itself
   bool own_memory = false;    // sums get memory of their own (Bucket::kept); the bucket's is needed only until then
   bool consumed = false;      // sums are consumed within the step; buckets have memory only meanwhile
   bool two_stages = false;    // smaller groups sum first; the next stage sums their sums element by element
-  bool trailer_rides = true;  // with Keeps::everything: the trailer rides in the buckets
+  bool trailer_rides = true;  // with SumResult::all_ranks: the trailer rides in the buckets
 
   // Buckets of gradients that are expected in `order`.
   std::vector<std::vector<size_t>> buckets(const std::vector<Gradient>& gradients, std::span<const size_t> order) const;
   // Layout of a bucket's gradients in its flat buffer.
   FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const;
   // Whether every rank gets every sum whole.
-  bool everywhere() const { return keeps == Keeps::everything; }
+  bool everywhere() const { return keeps == SumResult::all_ranks; }
   int place(int rank) const { return places.empty() ? rank : places[rank]; }
   // Range of the bucket's payload that holds the sum at a place after the reduction; other elements are undefined
   // there.

@@ -13,8 +13,8 @@ PendingExchange ShardGroups::across_replicas(PendingExchange within, Bucket& buc
   });
 }
 
-HookPoint ShardGroups::hook_point(SumFor within) const {
-  if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumFor::all_ranks, /*of_kept=*/true};
+HookPoint ShardGroups::hook_point(SumResult within) const {
+  if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumResult::all_ranks, /*of_kept=*/true};
   return {shard, within};
 }
 
@@ -40,8 +40,8 @@ ShardGroups make_shard_groups(const Group& all, const std::vector<std::vector<in
   return made;
 }
 
-ReductionPlan plan_in_groups(const ShardGroups& groups, ReductionPlan::Keeps keeps, const BucketCaps& caps) {
-  return {.hook_point = groups.hook_point(keeps == ReductionPlan::Keeps::owned ? SumFor::owner : SumFor::parts),
+ReductionPlan plan_in_groups(const ShardGroups& groups, SumResult keeps, const BucketCaps& caps) {
+  return {.hook_point = groups.hook_point(keeps),
           .keeps = keeps,
           .caps = caps,
           .ranges = groups.shard.size(),

@@ -24,7 +24,7 @@ struct ShardGroups {
   // Chains the all-reduce over replicas to a sum within the shard group, where this rank keeps a part of it.
   PendingExchange across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const;
   // The sum that a hook replaces: the one between hosts if there are replicas, or the only one if nothing is sharded.
-  HookPoint hook_point(SumFor within) const;
+  HookPoint hook_point(SumResult within) const;
 };
 
 // ranks: of each group, as ranks_by_host() returns them. shard: this rank's group of them; nothing: it is made. Collective over
@@ -33,7 +33,7 @@ ShardGroups make_shard_groups(const Group& all, const std::vector<std::vector<in
                               std::optional<Group> shard = std::nullopt);
 
 // Plan in which ranks keep sums of their shard group; without what it says of buckets' sizes and owners.
-ReductionPlan plan_in_groups(const ShardGroups& groups, ReductionPlan::Keeps keeps, const BucketCaps& caps);
+ReductionPlan plan_in_groups(const ShardGroups& groups, SumResult keeps, const BucketCaps& caps);
 
 // Reduce-scatter within the shard group, then all-reduce of each range over the replicas. Groups are equally large.
 class ScatterInGroups : public ReduceScatter {

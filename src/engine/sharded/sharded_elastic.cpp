@@ -159,7 +159,7 @@ void ShardedOptimizerBase::State::step_alone(bool updates) {
   for (const auto& group : local->param_groups()) {
     for (const auto& values : group.params()) {
       const auto found = commit.mixed_in.find(values.unsafeGetTensorImpl());
-      if (found != commit.mixed_in.end()) MixedIn::mix(values, found->second.others, found->second.own);
+      if (found != commit.mixed_in.end()) GossipTerm::mix(values, found->second.others, found->second.own);
     }
   }
   if (updates) step_owned();

@@ -43,7 +43,7 @@ struct ShardedOptimizerBase::State {
   // Of a step in an elastic job.
   struct Commit {
     std::optional<StepResult> prepared{};  // what the step will return, if it is updated
-    MixedInTo mixed_in{};                  // by what this rank updates
+    GossipTerms mixed_in{};                // by what this rank updates
     bool lone = false;     // this rank is alone on its host, beside others: its steps have a commit, and need no guard
     bool passed = false;   // of a lone rank, and where shares have second owners
     bool refused = false;  // by step(), before it changed anything

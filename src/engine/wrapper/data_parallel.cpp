@@ -11,7 +11,7 @@
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/module_checks.h"
-#include "engine/wrapper/normal_mode.h"
+#include "engine/wrapper/outside_inference_mode.h"
 #include "module/sync.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
@@ -125,7 +125,7 @@ DataParallelCore::~DataParallelCore() {
 }
 
 void DataParallelCore::before_forward() {
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   auto& state = *state_;
   state.entered = false;
   if (torch::GradMode::is_enabled()) state.known.require_no_other();
@@ -134,7 +134,7 @@ void DataParallelCore::before_forward() {
   if (state.no_sync_depth == 0 || !BackwardTracker::in_backward()) state.reducer->settle();
   if (state.no_sync_depth > 0 && torch::GradMode::is_enabled()) state.reducer->note_micro_batch();
   adopt_changes(torch::GradMode::is_enabled());
-  begin_pass(torch::GradMode::is_enabled());
+  begin_forward(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) {
     // Not between a forward and its backward, which may have saved buffers.
     const bool evaluates = state.no_sync_depth == 0 && !state.reducer->awaits_backward();
@@ -157,7 +157,7 @@ void DataParallelCore::before_forward() {
 }
 
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
   if (torch::GradMode::is_enabled()) {
     state_->reducer->note_forward();
@@ -166,18 +166,18 @@ void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   if (state_->entered && !BackwardTracker::in_backward()) {
     state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
   }
-  end_pass(torch::GradMode::is_enabled());
+  end_forward(torch::GradMode::is_enabled());
   if (!synchronises) return;
   state_->buffers.after_forward();
   state_->reducer->inspect(outputs, state_->entered && state_->module->is_training());
 }
 
 void DataParallelCore::forward_failed() {
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   if (state_->entered) state_->reducer->mark_failed();
   if (torch::GradMode::is_enabled()) return;
   try {
-    end_pass(false);            // other ranks may need this rank's help to gather
+    end_forward(false);         // other ranks may need this rank's help to gather
   } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): the original failure says more
   }
 }
@@ -213,7 +213,7 @@ void DataParallelCore::shadow() {
 
 void DataParallelCore::settle() {
   state_->reducer->settle();
-  end_pass(/*training=*/false);  // other ranks may still be in an evaluation
+  end_forward(/*training=*/false);  // other ranks may still be in an evaluation
 }
 
 void DataParallelCore::set_join_state(const std::optional<JoinState>& join_state) {

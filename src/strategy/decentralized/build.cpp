@@ -86,7 +86,7 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerRecipe of_optimizer
     if (options.param_as_bucket_view) homes.push_back(home_of(parameter));
   }
   watch = ParameterWatch(parameters);
-  mixing.admit_with([this](const Group& pair) { hand_over(pair); });
+  mixing.admit_with([this](const Group& pair) { send_state_to(pair); });
   if (scaler) scale.emplace(*scaler);
 }
 
@@ -106,7 +106,7 @@ void State::tell_weights() {
   if (!without.empty()) {
     throw DisagreeError(fmt::format(
         "rank {} called the loss's own backward(), others backward(loss_sum, weight): use either one on all "
-        "ranks, and pass() on one that has no batch",
+        "ranks, and step_without_update() on one that has no batch",
         fmt::join(without, ", ")));
   }
   mixing.known().all_weigh(given);
@@ -139,7 +139,7 @@ std::vector<GossipBucket> State::parts() const {
   return list;
 }
 
-std::vector<GossipBucket> State::equipped_parts() const {
+std::vector<GossipBucket> State::buckets_with_optimizers() const {
   auto list = parts();
   for (auto& bucket : list) {
     equip(bucket);
@@ -186,7 +186,7 @@ void State::make_buckets(const std::vector<size_t>& order) {
   if (pending) load_pending();
 }
 
-void State::show_all() {
+void State::publish_all() {
   for (size_t i = 0; i < buckets.size(); ++i) {
     buckets[i].adopt();
     mixing.show(i, [&](const at::Tensor& flat, double scale) { buckets[i].write_to(flat, scale); });

@@ -35,7 +35,7 @@ void State::require_that_all_go_on(int64_t version) const {
 
 // Before the first step ranks agree on their initial values; later a rank that alone replaces values must stop, because
 // neighbours still have the old ones.
-void State::meet_changes() {
+void State::adopt_changes() {
   for (const auto& bucket : buckets) bucket.require_kinds();
   const bool loaded = loads.changed(watch.parameters());
   if (!loaded) loads.clear();

@@ -8,7 +8,7 @@
 #include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/source.h"
 #include "shoal/error.h"
-#include "strategy/decentralized/standing.h"
+#include "strategy/decentralized/training_progress.h"
 
 namespace shoal {
 namespace {
@@ -29,7 +29,7 @@ class DecentralizedSource : public CheckpointSource {
   CheckpointView view() override {
     CheckpointView view;
     const bool begun = !state_.buckets.empty();
-    unbegun_ = begun ? std::vector<GossipBucket>() : state_.equipped_parts();
+    unbegun_ = begun ? std::vector<GossipBucket>() : state_.buckets_with_optimizers();
     auto& buckets = begun ? state_.buckets : unbegun_;
     const auto& whole = state_.whole;
     if (whole) {
@@ -65,7 +65,7 @@ class DecentralizedSource : public CheckpointSource {
     const torch::NoGradGuard no_grad;
     const auto& own = past.own.values;
     on_all_ranks(group(), "checkpoint", [&] {
-      past_ = own.is_null() ? Standing() : parsed(own);
+      past_ = own.is_null() ? TrainingProgress() : parsed(own);
       require_way_back();
     });
     if (!state_.buckets.empty()) return;
@@ -90,7 +90,7 @@ class DecentralizedSource : public CheckpointSource {
     state.weights_told =
         group().all_reduce(told ? 1 : 0, ReduceOp::min, {past_.step, -1, "weights that are known"}) == 1;
     state.mixing.known().load(past_.known);
-    if (past_.version > 0) state.show_all();
+    if (past_.version > 0) state.publish_all();
     if (state.scale) state.scale->resume(past_.scale);
     if (state.whole) {
       state.whole->show_rates(state.buckets);
@@ -157,24 +157,24 @@ class DecentralizedSource : public CheckpointSource {
     }
   }
 
-  Standing parsed(const Json& own) const {
+  TrainingProgress parsed(const Json& own) const {
     const auto refuse = [&] {  // a file's content is not trusted
       throw CheckpointError(fmt::format("the state of a decentralised rank was not written by shoal: {}", own.dump()));
     };
-    Standing standing;
+    TrainingProgress progress;
     try {
-      standing = parse_standing(state_, own);
-      if (state_.scaler && !standing.scale.steps.empty()) GradScaler(*state_.scaler).load(standing.scale.before);
+      progress = parse_progress(state_, own);
+      if (state_.scaler && !progress.scale.steps.empty()) GradScaler(*state_.scaler).load(progress.scale.before);
     } catch (const Json::exception&) {
       refuse();
     } catch (const UsageError&) {  // of the scaler
       refuse();
     }
-    return standing;
+    return progress;
   }
 
   DecentralizedDataParallelCore::State& state_;
-  Standing past_;                      // of the loaded rank
+  TrainingProgress past_;              // of the loaded rank
   bool copies_missing_ = false;        // in the last load
   bool mass_lost_ = false;             // in the last load
   std::vector<GossipBucket> unbegun_;  // in a view from before the first step, which makes the buckets

@@ -26,7 +26,7 @@ DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<tor
   if (options.param_as_bucket_view)
     require_separate_memory(wrapped->tensors.parameters, wrapped->tensors.buffers, "DecentralizedDataParallel");
   state_ = std::make_unique<State>(std::move(module), std::move(recipe), group, std::move(wrapped->tensors), options);
-  if (joins) state_->join_again();
+  if (joins) state_->rejoin();
 }
 
 DecentralizedDataParallelCore::~DecentralizedDataParallelCore() = default;
@@ -41,7 +41,7 @@ void DecentralizedDataParallelCore::before_forward() {
   }
   if (!torch::GradMode::is_enabled()) return;
   state.known.require_no_other();
-  state.meet_changes();
+  state.adopt_changes();
   state.require_that_all_go_on(state.mixing.version() + 1);
   state.tracker.renew_hooks();
   if (state.no_sync_depth == 0 && !again) state.clock.mark(StepClock::forward_begins, state.step);
@@ -72,12 +72,13 @@ void DecentralizedDataParallelCore::backward(const at::Tensor& loss_sum, double 
   state_->backward(loss_sum, weight);
 }
 
-void DecentralizedDataParallelCore::pass() {
-  state_->require_present("pass()");
+void DecentralizedDataParallelCore::step_without_update() {
+  state_->require_present("step_without_update()");
   if (state_->no_sync_depth > 0) {
-    throw UsageError("DecentralizedDataParallel: pass() within no_sync(), which makes no step: call it outside");
+    throw UsageError(
+        "DecentralizedDataParallel: step_without_update() within no_sync(), which makes no step: call it outside");
   }
-  state_->pass();
+  state_->step_without_update();
 }
 
 NoSync DecentralizedDataParallelCore::no_sync(bool accumulate) {
@@ -161,7 +162,7 @@ void DecentralizedDataParallelCore::global_avg() {
   auto& state = *state_;
   state.require_present("global_avg()");
   state.separate();
-  const Label label{state.step, -1, "global average, after equal steps (pass() without a batch)"};
+  const Label label{state.step, -1, "global average, after equal steps (step_without_update() without a batch)"};
   if (state.buckets.empty()) {
     auto parts = state.parts();
     average(state.mixing.remaining(), parts, label);

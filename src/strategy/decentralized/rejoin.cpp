@@ -7,8 +7,8 @@
 #include "comm/group/text.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
-#include "strategy/decentralized/standing.h"
 #include "strategy/decentralized/state.h"
+#include "strategy/decentralized/training_progress.h"
 
 namespace shoal {
 namespace {
@@ -72,7 +72,7 @@ void require_equal(const Json& own, const Json& theirs, int donor) {
 
 }  // namespace
 
-void State::hand_over(const Group& pair) const {
+void State::send_state_to(const Group& pair) const {
   const torch::NoGradGuard no_grad;
   OptimizerState whole;
   for (const auto& bucket : buckets) whole.merge(optimizer_state(*bucket.optimizer, *module));
@@ -89,7 +89,7 @@ void State::hand_over(const Group& pair) const {
   if (accepted.item<int>() != 0) broadcast_coalesced(pair, tensors_of_state, 0, joining);
 }
 
-void State::join_again() {
+void State::rejoin() {
   const torch::NoGradGuard no_grad;
   const auto pair = mixing.meet_donor();
   const auto text = Json::parse(broadcast_text(pair, "", 0, joining));
@@ -106,25 +106,25 @@ void State::join_again() {
   pending_dtypes = StateDtypes::kept;
   broadcast_coalesced(pair, received, 0, joining);
 
-  const auto standing = parse_standing(*this, text.at("standing"));
-  expected = standing.arrivals;
+  const auto sender = parse_progress(*this, text.at("standing"));
+  expected = sender.arrivals;
   if (scaler) {
     const auto& now = text.at("scaler");
     scaler->load({.scale = now[0], .good_steps = now[1], .hysteresis_left = now[2]});
   }
-  make_buckets(standing.order);
-  const auto version = mixing.arrive(standing.mass);
-  mixing.known().load(standing.known);
+  make_buckets(sender.order);
+  const auto version = mixing.arrive(sender.mass);
+  mixing.known().load(sender.known);
   weights_told = true;
   // The other ranks go on meanwhile; this rank resumes at their present step.
-  step = standing.step + version + 1 - standing.version;
+  step = sender.step + version + 1 - sender.version;
   for (auto& bucket : buckets) {
     for (int64_t done = 0; bucket.schedule && done < step; ++done) bucket.schedule->step();
   }
-  show_all();
+  publish_all();
   if (scale) {
-    scale->resume(standing.scale);
-    for (auto missed = standing.version + 1; missed <= mixing.version(); ++missed) scale->step(missed, mixing.known());
+    scale->resume(sender.scale);
+    for (auto missed = sender.version + 1; missed <= mixing.version(); ++missed) scale->step(missed, mixing.known());
   }
   mixing.settle();
 }

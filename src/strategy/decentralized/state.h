@@ -8,8 +8,8 @@
 
 #include "engine/buckets/bucket_plan.h"
 #include "engine/gradients/backward_tracker.h"
+#include "engine/gradients/backward_weight.h"
 #include "engine/gradients/spent_gradients.h"
-#include "engine/gradients/weight_under_way.h"
 #include "engine/reducer/step_clock.h"
 #include "engine/wrapper/loads.h"
 #include "engine/wrapper/parameter_watch.h"
@@ -39,7 +39,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void end_backward() override;
   bool synchronises() const override { return no_sync_depth == 0; }
   // Makes a step without a batch; drops gradients of micro-batches before.
-  void pass();
+  void step_without_update();
   void backward(const at::Tensor& loss_sum, double weight);
   void end_step();
   void forget_weights();
@@ -52,8 +52,8 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void require_present(const char* what) const;
 
   // Call before a forward that trains: handles parameters that were loaded or replaced since the last step.
-  void meet_changes();
-  // UsageError if a rank has stopped before this version, as meet_changes() does.
+  void adopt_changes();
+  // UsageError if a rank has stopped before this version, as adopt_changes() does.
   void require_that_all_go_on(int64_t version) const;
 
   // build.cpp
@@ -66,19 +66,19 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   // Buckets of all parameters, in their own memory, for use before build_buckets().
   std::vector<GossipBucket> parts() const;
   // The same with optimizers and schedules as at the first step.
-  std::vector<GossipBucket> equipped_parts() const;
+  std::vector<GossipBucket> buckets_with_optimizers() const;
   void load_pending();
   // Parameters that were given each other's memory (set_data) get memory of their own, with their present values. Call
   // before buckets adopt. UsageError for two on the same memory.
   void separate();
   // Shows this rank's present values to its neighbours, as after a step.
-  void show_all();
+  void publish_all();
 
   // rejoin.cpp
   // Gives this rank's state to rank 1 of the pair; this rank then goes on. Collective over the pair.
-  void hand_over(const Group& pair) const;
+  void send_state_to(const Group& pair) const;
   // For a process that replaces a dead rank: takes a neighbour's state.
-  void join_again();
+  void rejoin();
 
   std::shared_ptr<torch::nn::Module> module;
   OptimizerRecipe recipe;
@@ -113,7 +113,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   enum class Weights { unknown, none, given };
   Weights weights = Weights::unknown;  // whether backwards had weights
   bool weighing = false;               // backward(loss_sum, weight) is running
-  OthersWeight others_weight;          // of a backward(loss_sum, weight) of another wrapper
+  OuterBackwardWeight others_weight;   // of a backward(loss_sum, weight) of another wrapper
   bool weights_told = false;           // ranks know the weights of each other's first step, or of one before a load
   std::optional<double> divisor;       // divisor of the step's sums
   enum class Progress { waiting, mixed, shown };

@@ -48,7 +48,7 @@ void State::begin_backward() {
   for (size_t i = 0; i < gradients.size() && !buckets.empty(); ++i) ++missing[bucket_of[i]];
 }
 
-void State::pass() {
+void State::step_without_update() {
   tracker.begin();
   drop_gradients();
   forget_weights();
@@ -76,7 +76,7 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
   }
   weighing = true;
   try {
-    const WeightUnderWay for_other_wrappers(of_loss);
+    const BackwardWeightScope for_other_wrappers(of_loss);
     loss_sum.backward();
   } catch (...) {
     weighing = false;

@@ -11,14 +11,14 @@
 #include "engine/hooks/hook_use.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
-#include "engine/wrapper/normal_mode.h"
+#include "engine/wrapper/outside_inference_mode.h"
 #include "optim/scaler_options.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/ignored.h"
 #include "strategy/fsdp/place.h"
 #include "strategy/fsdp/shards.h"
-#include "strategy/fsdp/taken.h"
+#include "strategy/fsdp/wrapped_tensors.h"
 
 namespace shoal {
 namespace {
@@ -69,11 +69,11 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
                       {"sync_module_states", yes_or_no(options.sync_module_states)}};
   const auto* wrapped = state().module.get();
   for (const auto* list : {&state().tensors.parameters, &state().tensors.buffers}) {
-    for (const auto& entry : *list) take(entry.tensor, {.by = this, .module = wrapped, .ignored = false});
+    for (const auto& entry : *list) register_tensor(entry.tensor, {.by = this, .module = wrapped, .ignored = false});
   }
   for (const auto& tensors : {wrapped->parameters(), wrapped->buffers()}) {
     for (const auto& tensor : tensors) {
-      if (!taken(tensor)) take(tensor, {.by = this, .module = wrapped, .ignored = true});
+      if (!find_registration(tensor)) register_tensor(tensor, {.by = this, .module = wrapped, .ignored = true});
     }
   }
   connect_reducer();
@@ -84,12 +84,12 @@ void FullyShardedCore::connect_reducer() {
   state().reducer->callbacks.before_waiting = [pager = shards_->pager] {
     if (!pager) return;
     pager->end();
-    pager->keep(false);
+    pager->set_limit_ignored(false);
   };
 }
 
 FullyShardedCore::~FullyShardedCore() {
-  give_back_all_of(*this);
+  unregister_all(*this);
 }
 
 // In evaluation, ranks that share memory need no collective, unless values must be converted: they read the shared values.
@@ -106,7 +106,7 @@ void FullyShardedCore::unwrap() {
   if (shards_->hold) {
     throw UsageError("FullyShardedDataParallel: unwrap() within summon_full_params(); end that scope first");
   }
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   const torch::NoGradGuard no_grad;
   shards_->module->adopt_changes({steps(), -1, "replaced parameters"});
   std::vector<at::Tensor> values;
@@ -125,21 +125,21 @@ void FullyShardedCore::unwrap() {
     at::Tensor(parameter).mutable_grad().reset();
   }
   for (const auto& [buffer, dtype] : shards_->buffer_dtypes) buffer.set_data(buffer.to(dtype));
-  give_back_all_of(*this);
+  unregister_all(*this);
   shards_->groups.all.barrier({steps(), -1, "unwrapped"}).wait();  // no rank reads another one's values any more
 }
 
-void FullyShardedCore::begin_pass(bool training) {
+void FullyShardedCore::begin_forward(bool training) {
   shards_->module->require_going_on();
   if (shards_->hold) {
     throw UsageError("FullyShardedDataParallel: forward within summon_full_params(); end that scope first");
   }
   if (!shards_->pager) return;
   shards_->pager->begin(training ? Pager::Pass::training : Pager::Pass::evaluation);
-  shards_->pager->keep(training && shards_->grad_op());
+  shards_->pager->set_limit_ignored(training && shards_->grad_op());
 }
 
-void FullyShardedCore::end_pass(bool training) {
+void FullyShardedCore::end_forward(bool training) {
   if (!training && shards_->pager) shards_->pager->end();
 }
 

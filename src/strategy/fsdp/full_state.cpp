@@ -2,7 +2,7 @@
 
 #include <torch/utils.h>
 
-#include "engine/wrapper/normal_mode.h"
+#include "engine/wrapper/outside_inference_mode.h"
 #include "memory/views.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/shards.h"
@@ -56,7 +56,7 @@ at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::S
 }
 
 void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   const torch::NoGradGuard no_grad;
   shards_->module->agree_on_changes({steps(), -1, "replaced parameters"});
   const auto& tensors = state().tensors;

@@ -21,7 +21,7 @@ Named tensors_of(const torch::nn::Module& module) {
 
 void require_not_sharded(const char* option, const std::string& given, const std::string& name,
                          const at::Tensor& tensor) {
-  const auto found = taken(tensor);
+  const auto found = find_registration(tensor);
   if (!found || found->ignored) return;
   throw UsageError(
       fmt::format("FullyShardedDataParallel: {}: '{}' cannot be ignored, because {} is already sharded by a wrapper of "
@@ -62,21 +62,21 @@ std::vector<std::string> ignored_names(const torch::nn::Module& module,
     for (auto& name : names_in(module, ignored)) names.push_back(std::move(name));
   }
   const auto parts = parts_of(module);
-  size_t taken_parameters = 0;
+  size_t registered_parameters = 0;
   bool any_sharded = false;
   const auto parameters = module.parameters();
   for (const auto& parameter : parameters) {
-    const auto found = taken_within(parameter, parts);
-    taken_parameters += found ? 1 : 0;
+    const auto found = find_registration_within(parameter, parts);
+    registered_parameters += found ? 1 : 0;
     any_sharded = any_sharded || (found && !found->ignored);
   }
-  if (any_sharded && taken_parameters == parameters.size()) {
+  if (any_sharded && registered_parameters == parameters.size()) {
     throw UsageError(
         "FullyShardedDataParallel: the module is already sharded; call unwrap() of the wrapper that shards it, or let "
         "go of it, to wrap it again");
   }
   for (const auto& [name, tensor] : tensors) {
-    if (taken_within(tensor, parts)) names.push_back(name);
+    if (find_registration_within(tensor, parts)) names.push_back(name);
   }
   return names;
 }
@@ -85,7 +85,7 @@ std::vector<FullyShardedCore*> wrappers_within(const torch::nn::Module& module, 
   const auto parts = parts_of(module);
   std::vector<FullyShardedCore*> wrappers;
   for (const auto& parameter : module.parameters()) {
-    const auto found = taken_within(parameter, parts);
+    const auto found = find_registration_within(parameter, parts);
     if (!found || found->ignored || found->by == &outer) continue;
     if (std::find(wrappers.begin(), wrappers.end(), found->by) == wrappers.end()) wrappers.push_back(found->by);
   }

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "shoal/fsdp.h"
-#include "strategy/fsdp/taken.h"
+#include "strategy/fsdp/wrapped_tensors.h"
 
 namespace shoal {
 

@@ -7,7 +7,7 @@
 #include <map>
 
 #include "engine/wrapper/logging.h"
-#include "engine/wrapper/normal_mode.h"
+#include "engine/wrapper/outside_inference_mode.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
@@ -131,7 +131,7 @@ FullParameters::~FullParameters() {
 
 // Checks before the scope takes effect, so that nothing has to be undone after an error.
 void FullyShardedCore::check_hold(const SummonFullParamsOptions& options) const {
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   if (shards_->hold) {
     throw UsageError("summon_full_params() within another one; end that scope first, or use one scope for both");
   }
@@ -145,7 +145,7 @@ void FullyShardedCore::check_hold(const SummonFullParamsOptions& options) const 
 // Where ranks share memory, parameters are private meanwhile: else each rank's `weight.mul_(3)` would count.
 void FullyShardedCore::hold(const SummonFullParamsOptions& options, bool reads_only) {
   auto& shards = *shards_;
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   const torch::NoGradGuard no_grad;
   reads_only ? shards.module->agree_on_changes(label) : shards.module->adopt_changes(label);
   auto& hold = shards.hold.emplace(Shards::Hold{
@@ -171,7 +171,7 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options, bool reads_o
 
 void FullyShardedCore::drop_hold() noexcept {
   auto& shards = *shards_;
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   const torch::NoGradGuard no_grad;
   const auto& gradients = shards.module->reducer().gradients();
   const bool reads_only = shards.hold->reads_only;
@@ -192,7 +192,7 @@ void FullyShardedCore::drop_hold() noexcept {
 
 void FullyShardedCore::release() {
   auto& shards = *shards_;
-  const NormalMode outside;
+  const OutsideInferenceMode outside;
   const torch::NoGradGuard no_grad;
   const auto drop_the_rest = c10::make_scope_exit([&] { drop_hold(); });
   const auto& hold = *shards.hold;

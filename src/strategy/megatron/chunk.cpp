@@ -43,7 +43,7 @@ std::unique_ptr<GradientReduction> make_reduction(const std::vector<Gradient>& g
     if (ranges) return std::make_unique<ReduceScatter>(groups.all, caps);
     return std::make_unique<ReduceToOwner>(groups.all, caps, std::move(owners), /*follow=*/false);
   }
-  auto plan = plan_in_groups(groups, ranges ? ReductionPlan::Keeps::ranges : ReductionPlan::Keeps::owned, caps);
+  auto plan = plan_in_groups(groups, ranges ? SumResult::ranges : SumResult::owner, caps);
   plan.follows_order = false;
   if (ranges) return std::make_unique<ScatterInGroups>(groups, std::move(plan));
   plan.divided = owners;

@@ -15,7 +15,7 @@ void ShardGossipOptimizerCore::global_avg() {
   for (const auto& module : state().modules) module->require_not_lent("global_avg()");
   agree_on_hosts();
   average(*gossip_->mixing, gossip_->buckets,
-          state().label("global average, after equal steps (pass() without a batch)"));
+          state().label("global average, after equal steps (step_without_update() without a batch)"));
   state().publish();
 }
 

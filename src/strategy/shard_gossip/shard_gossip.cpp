@@ -128,9 +128,9 @@ void ShardGossipOptimizerCore::mix() {
   }
 }
 
-void ShardGossipOptimizerCore::pass() {
+void ShardGossipOptimizerCore::step_without_update() {
   const torch::NoGradGuard no_grad;
-  refuse_in_elastic_job("pass()");
+  refuse_in_elastic_job("step_without_update()");
   require_own_values();
   // No rank of the host may read the shards that are about to change; with gradients, backward's reduction ensures
   // that.

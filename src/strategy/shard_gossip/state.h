@@ -45,7 +45,7 @@ struct ShardGossipOptimizerCore::Gossip {
   std::unique_ptr<KeptValues> kept{};     // in place of `own`
   std::optional<int64_t> version{};       // shown last, while the ranks change
   std::vector<at::Tensor> gathered{};     // by bucket: what a step mixes in, where the ranks of this host can read it
-  MixedInTo mixed_in{};                   // the same by what this rank updates
+  GossipTerms mixed_in{};                 // the same by what this rank updates
   std::optional<int64_t> mixed_at{};      // version for which it was gathered
 };
 

@@ -18,8 +18,8 @@ inline BucketCaps sharded_bucket_caps(const std::vector<Gradient>& gradients, co
     numel += gradient.parameter.numel();
     element_bytes = std::max<int64_t>(element_bytes, static_cast<int64_t>(c10::elementSize(gradient.dtype())));
   }
-  const auto most =
-      small ? std::min(options.reduce_buffer_size, passing_bucket_bytes / element_bytes) : options.reduce_buffer_size;
+  const auto most = small ? std::min(options.reduce_buffer_size, max_transient_bucket_bytes / element_bytes)
+                          : options.reduce_buffer_size;
   const auto with_bias = small ? std::min(options.reduce_buffer_size, most / 4 * 5) : most;
   constexpr int64_t buckets_per_owner = 4;
   const auto cap = lone ? 1 : std::clamp<int64_t>(numel / (buckets_per_owner * owners), 1, most);

@@ -62,7 +62,7 @@ ShardGroups groups_of(const std::vector<OSSCore*>& optimizers, const Group& grou
 std::unique_ptr<GradientReduction> reduce_to_owners(const ShardGroups& groups, const BucketCaps& caps,
                                                     const std::vector<int>& owners) {
   if (!groups.replicated()) return std::make_unique<ReduceToOwner>(groups.all, caps, owners);
-  auto plan = plan_in_groups(groups, ReductionPlan::Keeps::owned, caps);
+  auto plan = plan_in_groups(groups, SumResult::owner, caps);
   plan.divided = owners;
   plan.owners = owners;
   return std::make_unique<ReduceInGroups>(groups, std::move(plan));

@@ -450,7 +450,7 @@ TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
   parallel.leave();
   EXPECT_THROW(mean_loss(parallel.forward(batch(me(), 0))).backward(), UsageError);
   EXPECT_THROW(parallel.backward(mean_loss(parallel.forward(batch(me(), 0))), 1), UsageError);
-  EXPECT_THROW(parallel.pass(), UsageError);
+  EXPECT_THROW(parallel.step_without_update(), UsageError);
   EXPECT_THROW(parallel.global_avg(), UsageError);
   EXPECT_THROW(parallel.consensus_distance(), UsageError);
   EXPECT_THROW(parallel.remaining(), UsageError);

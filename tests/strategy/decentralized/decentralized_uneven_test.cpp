@@ -31,7 +31,7 @@ TEST(Decentralized, BEY03_a_rank_without_batches_passes_until_all_have_made_as_m
       if (step < batches_of(me())) {
         mean_loss(parallel.forward(batch(me(), step))).backward();
       } else {
-        parallel.pass();
+        parallel.step_without_update();
       }
       simulation.step(
           [&](MlpImpl& of, int rank) { return step < batches_of(rank) ? loss_of(step)(of, rank) : at::Tensor(); });
@@ -84,7 +84,7 @@ TEST(Decentralized, BEY03_pass_drops_gradients_and_weights_of_micro_batches_befo
         backward(step);
       }
       if (passes) {
-        parallel.pass();
+        parallel.step_without_update();
       } else {
         backward(step);
       }
@@ -139,7 +139,7 @@ TEST(Decentralized, BEY03_a_rank_without_batches_leaves_and_the_mean_is_over_the
     EXPECT_LT(difference(model->parameters(), models[me()]->parameters()), 1e-11) << step;
   }
   EXPECT_EQ(parallel.statistics().skipped + parallel.statistics().older, 0);
-  EXPECT_THROW(parallel.pass(), UsageError);
+  EXPECT_THROW(parallel.step_without_update(), UsageError);
   group().barrier().wait();
 }
 

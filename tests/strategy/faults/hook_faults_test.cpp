@@ -34,7 +34,7 @@ class Faulty : public SumHook {
       return SumHook::begin(bucket);
     });
   }
-  bool serves(SumFor sum_for) const override { return sum_for == SumFor::all_ranks; }
+  bool serves(SumResult result) const override { return result == SumResult::all_ranks; }
   void reset() override { ++resets; }
   bool fail = false;
   int resets = 0;
@@ -46,7 +46,7 @@ class FaultyOfOne : public Faulty {
     if (bucket.label.bucket == 1 && std::exchange(fail, false)) throw std::runtime_error("injected");
     return SumHook::begin(bucket);
   }
-  bool serves(SumFor) const override { return true; }
+  bool serves(SumResult) const override { return true; }
 };
 
 // Fails when the sum has come, on a rank that has to make something of it.
@@ -59,7 +59,7 @@ class FaultyAtTheEnd : public Faulty {
     }
     return pending;
   }
-  bool serves(SumFor) const override { return true; }
+  bool serves(SumResult) const override { return true; }
 };
 
 Training<test::MlpImpl> make(const std::string& strategy, std::shared_ptr<CommunicationHook> hook) {

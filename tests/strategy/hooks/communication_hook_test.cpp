@@ -160,7 +160,7 @@ class Observer : public SumHook {
       gaps.narrow(0, piece.in_bucket.begin, piece.in_bucket.size()).zero_();
     }
     EXPECT_EQ(gaps.abs().max().item<double>(), 0) << "gaps are zero";
-    if (bucket.sum_for == SumFor::parts) {
+    if (bucket.result == SumResult::ranges) {
       EXPECT_EQ(bucket.sum.numel() * bucket.group.size(), bucket.gradients.numel());
     }
     buckets.push_back(bucket.label.bucket);

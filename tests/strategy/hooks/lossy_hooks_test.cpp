@@ -334,9 +334,9 @@ TEST(PostLocalSgd, DDP11_an_optimizer_that_updates_on_one_rank_for_all_is_refuse
 TEST(LossyHookFormats, DDP11_hooks_take_a_bucket_without_elements) {
   for (const Hook& hook : {Hook(std::make_shared<QuantizeHook>()), Hook(std::make_shared<TopKHook>()),
                            Hook(std::make_shared<CompressHook>(at::kBFloat16)), Hook(std::make_shared<SumHook>())}) {
-    for (const auto sum_for : {SumFor::all_ranks, SumFor::parts, SumFor::owner}) {
+    for (const auto result : {SumResult::all_ranks, SumResult::ranges, SumResult::owner}) {
       const auto none = at::empty({0});
-      auto pending = hook->begin({.group = group(), .sum_for = sum_for, .owner = 0, .gradients = none, .sum = none});
+      auto pending = hook->begin({.group = group(), .result = result, .owner = 0, .gradients = none, .sum = none});
       EXPECT_NO_THROW(pending.complete()) << hook->name();
       if (pending.next_stage) EXPECT_NO_THROW(pending.next_stage().complete()) << hook->name();
     }

@@ -1,4 +1,4 @@
-#include "comm/store/doorkeeper.h"
+#include "comm/store/idle_connection_reaper.h"
 
 #include <fcntl.h>
 #include <linux/tcp.h>
@@ -67,17 +67,17 @@ std::optional<std::string> unanswered(const Descriptor& socket, int port) {
 
 }  // namespace
 
-Doorkeeper::Doorkeeper(int port) {
+IdleConnectionReaper::IdleConnectionReaper(int port) {
   allow_more_files();
   thread_ = start_thread("guards the store's port", [this, port] { run(port); });
 }
 
-Doorkeeper::~Doorkeeper() {
+IdleConnectionReaper::~IdleConnectionReaper() {
   ended_ = true;
   thread_.join();
 }
 
-void Doorkeeper::run(int port) const {
+void IdleConnectionReaper::run(int port) const {
   std::map<std::string, SteadyClock::time_point> since;  // by peer address
   while (!ended_) {
     const auto now = SteadyClock::now();

@@ -1,4 +1,4 @@
-#include "strategy/decentralized/standing.h"
+#include "strategy/decentralized/training_progress.h"
 
 #include <algorithm>
 
@@ -44,24 +44,24 @@ Json to_json(const State& state) {
   return text;
 }
 
-Standing parse_standing(const State& state, const Json& text) {
-  Standing standing{
+TrainingProgress parse_progress(const State& state, const Json& text) {
+  TrainingProgress progress{
       .arrivals = text.at("arrivals"), .step = text.at("step"), .version = text.at("version"), .mass = text.at("mass")};
   if (const auto known = text.find("known"); known != text.end()) {
-    for (const auto& entry : *known) standing.known.push_back({entry.at(0), entry.at(1), entry.at(2)});
+    for (const auto& entry : *known) progress.known.push_back({entry.at(0), entry.at(1), entry.at(2)});
   }
   // Checkpoints written before these were saved lack them.
-  if (text.contains("members")) standing.members = text["members"].get<std::vector<size_t>>();
-  if (text.contains("scale")) standing.scale = parse_recent(text["scale"]);
+  if (text.contains("members")) progress.members = text["members"].get<std::vector<size_t>>();
+  if (text.contains("scale")) progress.scale = parse_recent(text["scale"]);
   for (const auto& name : text.at("order").get<std::vector<std::string>>()) {
     const auto& all = state.gradients;
     const auto found = std::find_if(all.begin(), all.end(), [&](const auto& one) { return one.name == name; });
     const auto place = static_cast<size_t>(found - all.begin());
-    if (found != all.end() && std::count(standing.order.begin(), standing.order.end(), place) == 0) {
-      standing.order.push_back(place);
+    if (found != all.end() && std::count(progress.order.begin(), progress.order.end(), place) == 0) {
+      progress.order.push_back(place);
     }
   }
-  return standing;
+  return progress;
 }
 
 }  // namespace shoal

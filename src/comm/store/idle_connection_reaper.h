@@ -9,12 +9,12 @@ namespace shoal {
 // Ends connections to this process's port that have got no answer for ten seconds: a client of the store sends a
 // request at once, so that such connections have sent none, or only a part. c10d's server, which accepted them, sees an
 // ordinary disconnect. Also raises the process's limit of open files, if the system allows it.
-class Doorkeeper {
+class IdleConnectionReaper {
  public:
-  explicit Doorkeeper(int port);
-  ~Doorkeeper();
-  Doorkeeper(const Doorkeeper&) = delete;
-  Doorkeeper& operator=(const Doorkeeper&) = delete;
+  explicit IdleConnectionReaper(int port);
+  ~IdleConnectionReaper();
+  IdleConnectionReaper(const IdleConnectionReaper&) = delete;
+  IdleConnectionReaper& operator=(const IdleConnectionReaper&) = delete;
 
  private:
   void run(int port) const;

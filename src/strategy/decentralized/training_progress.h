@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-struct Standing {
+struct TrainingProgress {
   std::vector<size_t> order{};  // gradients in the order of their first arrival, from which buckets are built
   std::vector<int> arrivals{};  // by gradient: arrivals per backward, which decide when a bucket is mixed
   int64_t step = 0;
@@ -22,6 +22,6 @@ struct Standing {
 nlohmann::json to_json(const DecentralizedDataParallelCore::State& state);
 // Throws nlohmann::json's exceptions for what to_json() does not write. Ignores gradients that this model does not
 // have.
-Standing parse_standing(const DecentralizedDataParallelCore::State& state, const nlohmann::json& text);
+TrainingProgress parse_progress(const DecentralizedDataParallelCore::State& state, const nlohmann::json& text);
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-#include "strategy/fsdp/taken.h"
+#include "strategy/fsdp/wrapped_tensors.h"
 
 #include <mutex>
 #include <unordered_map>
@@ -8,7 +8,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::unordered_map<const c10::TensorImpl*, Taken> tensors;
+  std::unordered_map<const c10::TensorImpl*, Registration> tensors;
 
   static Registry& instance() {
     static auto* registry = new Registry;  // never destroyed: wrappers may outlive static objects
@@ -18,21 +18,21 @@ struct Registry {
 
 }  // namespace
 
-std::optional<Taken> taken(const at::Tensor& tensor) {
+std::optional<Registration> find_registration(const at::Tensor& tensor) {
   auto& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   const auto place = registry.tensors.find(tensor.unsafeGetTensorImpl());
   return place == registry.tensors.end() ? std::nullopt : std::optional(place->second);
 }
 
-void take(const at::Tensor& tensor, const Taken& taken) {
+void register_tensor(const at::Tensor& tensor, const Registration& registration) {
   auto& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   auto& entry = registry.tensors[tensor.unsafeGetTensorImpl()];
-  if (entry.by == nullptr || !taken.ignored) entry = taken;
+  if (entry.by == nullptr || !registration.ignored) entry = registration;
 }
 
-void give_back_all_of(const FullyShardedCore& wrapper) {
+void unregister_all(const FullyShardedCore& wrapper) {
   auto& registry = Registry::instance();
   const std::lock_guard lock(registry.mutex);
   std::erase_if(registry.tensors, [&](const auto& entry) { return entry.second.by == &wrapper; });
@@ -44,8 +44,8 @@ ModuleSet parts_of(const torch::nn::Module& module) {
   return parts;
 }
 
-std::optional<Taken> taken_within(const at::Tensor& tensor, const ModuleSet& modules) {
-  const auto found = taken(tensor);
+std::optional<Registration> find_registration_within(const at::Tensor& tensor, const ModuleSet& modules) {
+  const auto found = find_registration(tensor);
   return found && modules.contains(found->module) ? found : std::nullopt;
 }
 

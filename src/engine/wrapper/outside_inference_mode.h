@@ -36,15 +36,15 @@ class WithoutModes {
 // Takes this thread out of InferenceMode: tensors made in InferenceMode must not be written to outside of it, and the
 // engine's own tensors are written to in training. Grad mode stays off, as in InferenceMode. Modes of the program do not
 // see the engine's operators: selective activation checkpointing expects the same ones in each run of a part.
-class NormalMode {
+class OutsideInferenceMode {
  public:
-  NormalMode() {
+  OutsideInferenceMode() {
     if (!c10::InferenceMode::is_enabled()) return;
     outside_.emplace(false);
     no_grad_.emplace();
   }
-  NormalMode(const NormalMode&) = delete;
-  NormalMode& operator=(const NormalMode&) = delete;
+  OutsideInferenceMode(const OutsideInferenceMode&) = delete;
+  OutsideInferenceMode& operator=(const OutsideInferenceMode&) = delete;
 
  private:
   WithoutModes without_modes_;  // outermost: the end of a change of InferenceMode takes the modes' dispatch keys away

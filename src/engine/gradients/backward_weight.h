@@ -17,7 +17,7 @@ namespace shoal {
 //
 // Kept where libtorch keeps debug info: autograd hands that to its threads, one per device and for deep reentrant
 // backwards.
-class WeightUnderWay {
+class BackwardWeightScope {
  public:
   struct Info : c10::DebugInfoBase {
     explicit Info(double of_loss) : weight(of_loss), number(next_number()) {}
@@ -25,14 +25,14 @@ class WeightUnderWay {
     uint64_t number;  // of the scope; never 0
   };
 
-  explicit WeightUnderWay(double weight) : guard_(kind(), std::make_shared<Info>(weight)) {}
+  explicit BackwardWeightScope(double weight) : guard_(kind(), std::make_shared<Info>(weight)) {}
 
   // Of this thread's innermost scope; nullptr outside.
   static const Info* get() { return static_cast<const Info*>(c10::ThreadLocalDebugInfo::get(kind())); }
 
  private:
   static c10::DebugInfoKind kind() {
-    static constexpr std::string_view name = "shoal::WeightUnderWay";
+    static constexpr std::string_view name = "shoal::BackwardWeightScope";
     return c10::DebugInfoKind(&name);
   }
   static uint64_t next_number() {
@@ -44,12 +44,12 @@ class WeightUnderWay {
 };
 
 // Whether a wrapper has counted a weight that was given to another one; a backward may begin several times in it.
-class OthersWeight {
+class OuterBackwardWeight {
  public:
   // Calls add(weight) once per scope. False outside of one.
   template <class Add>
   bool take(const Add& add) {
-    const auto* info = WeightUnderWay::get();
+    const auto* info = BackwardWeightScope::get();
     if (info == nullptr) return false;
     if (std::exchange(taken_, info->number) != info->number) {
       spent_.reset();
