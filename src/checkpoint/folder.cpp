@@ -38,12 +38,37 @@ std::optional<int64_t> step_of(const std::string& name) {
   return step >= 0 && name == step_name(step) ? std::optional(step) : std::nullopt;
 }
 
+// What is there, if anything. That the file system cannot say so is an error: a run must not begin anew for it.
+fs::file_status status_of(const fs::path& path) {
+  std::error_code error;
+  const auto status = fs::status(path, error);
+  if (status.type() == fs::file_type::none) {
+    throw CheckpointError(fmt::format("cannot look at {}: {}", path.string(), error.message()));
+  }
+  return status;
+}
+
+bool is_there(const fs::path& path) {
+  return fs::exists(status_of(path));
+}
+
+// None if there is no such folder.
+std::vector<fs::path> entries_of(const fs::path& folder) {
+  std::vector<fs::path> entries;
+  std::error_code error;
+  fs::directory_iterator entry(folder, error);
+  for (; !error && entry != end(entry); entry.increment(error)) entries.push_back(entry->path());
+  if (error && error != std::errc::no_such_file_or_directory) {
+    throw CheckpointError(fmt::format("cannot read folder {}: {}", folder.string(), error.message()));
+  }
+  return entries;
+}
+
 std::vector<int64_t> published_steps(const fs::path& root) {
   std::vector<int64_t> steps;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(root, error)) {
-    const auto step = step_of(entry.path().filename());
-    if (step && fs::exists(entry.path() / index_name, error)) steps.push_back(*step);
+  for (const auto& entry : entries_of(root)) {
+    const auto step = step_of(entry.filename());
+    if (step && is_there(entry / index_name)) steps.push_back(*step);
   }
   std::sort(steps.begin(), steps.end());
   return steps;
@@ -61,10 +86,8 @@ fs::path hidden_path(const fs::path& root, int64_t step) {
 // A complete checkpoint of this name in a hidden folder, where a job ended while it replaced it.
 std::optional<fs::path> hidden_checkpoint(const fs::path& root, const std::string& name) {
   const auto prefix = fmt::format(".{}{}", name, unfinished_mark);
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(root, error)) {
-    const bool fits = entry.path().filename().string().starts_with(prefix);
-    if (fits && fs::exists(entry.path() / index_name, error)) return entry.path();
+  for (const auto& entry : entries_of(root)) {
+    if (entry.filename().string().starts_with(prefix) && is_there(entry / index_name)) return entry;
   }
   return std::nullopt;
 }
@@ -74,8 +97,7 @@ fs::path latest_of(const fs::path& root) {
   auto name = read_text(root / latest_name, longest, refuse_as<CheckpointError>);
   if (name.ends_with('\n')) name.pop_back();
   if (!step_of(name)) throw CheckpointError(fmt::format("{}/latest does not name a checkpoint", root.string()));
-  std::error_code error;
-  if (fs::exists(root / name, error)) return root / name;
+  if (is_there(root / name)) return root / name;
   if (const auto hidden = hidden_checkpoint(root, name)) return *hidden;
   throw CheckpointError(fmt::format("{}/latest names {}, which does not exist", root.string(), name));
 }
@@ -95,8 +117,7 @@ std::string self() {
 
 // Gives the checkpoint that `latest` names its name again.
 void restore_latest(const fs::path& root) {
-  std::error_code error;
-  if (!fs::exists(root / latest_name, error)) return;
+  if (!is_there(root / latest_name)) return;
   try {
     const auto path = latest_of(root);
     const auto name = path.filename().string();
@@ -119,23 +140,20 @@ std::string step_name(int64_t step) {
 }
 
 fs::path find_checkpoint(const fs::path& path) {
-  std::error_code error;
-  if (!fs::exists(path, error)) throw CheckpointError(fmt::format("{}: no such file or folder", path.string()));
-  if (path.filename() == latest_name && fs::is_regular_file(path, error)) {
+  const auto status = status_of(path);
+  if (!fs::exists(status)) throw CheckpointError(fmt::format("{}: no such file or folder", path.string()));
+  if (path.filename() == latest_name && fs::is_regular_file(status)) {
     return latest_of(path.has_parent_path() ? path.parent_path() : ".");
   }
-  if (!fs::is_directory(path, error) || fs::exists(path / index_name, error)) return path;
-  if (fs::exists(path / latest_name, error)) return latest_of(path);
+  if (!fs::is_directory(status) || is_there(path / index_name)) return path;
+  if (is_there(path / latest_name)) return latest_of(path);
   const auto steps = published_steps(path);
   return steps.empty() ? path : path / step_name(steps.back());
 }
 
 bool has_checkpoint(const fs::path& run) {
-  std::error_code error;
-  if (fs::directory_iterator(run, error); error && error != std::errc::no_such_file_or_directory) {
-    throw CheckpointError(fmt::format("cannot read folder {}: {}", run.string(), error.message()));
-  }
-  return fs::exists(run / index_name, error) || fs::exists(run / latest_name, error) || !published_steps(run).empty();
+  const auto steps = published_steps(run);  // first, as it also tells that this is no folder
+  return is_there(run / index_name) || is_there(run / latest_name) || !steps.empty();
 }
 
 std::string last_checkpoint_in_words(const fs::path& run) {
@@ -184,19 +202,18 @@ void remove_leftovers(const fs::path& root) {
   restore_latest(root);
   const auto latest_leftover = std::string(latest_name) + std::string(unfinished_mark);
   std::vector<fs::path> leftovers;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(root, error)) {
-    const auto name = entry.path().filename().string();
+  for (const auto& entry : entries_of(root)) {
+    const auto name = entry.filename().string();
     const bool unfinished = name.starts_with(unfinished_prefix) && name.find(unfinished_mark) != std::string::npos;
-    if (unfinished || name.starts_with(latest_leftover)) leftovers.push_back(entry.path());
+    if (unfinished || name.starts_with(latest_leftover)) leftovers.push_back(entry);
   }
   for (const auto& path : leftovers) remove_tree(path);
 }
 
 void require_replaceable(const fs::path& root, int64_t step) {
   const auto path = root / step_name(step);
+  if (!is_there(path) || is_there(path / index_name)) return;
   std::error_code error;
-  if (!fs::exists(path, error) || fs::exists(path / index_name, error)) return;
   if (fs::is_directory(path, error) && fs::is_empty(path, error)) return;
   throw CheckpointError(
       fmt::format("{} is there already and is no checkpoint of shoal (it has no {}): move it away, or save to another "
@@ -236,8 +253,7 @@ void replace(const fs::path& final, const fs::path& unfinished, const fs::path& 
 void publish(const fs::path& root, const fs::path& unfinished, int64_t step) {
   const auto final = root / step_name(step);
   sync_folder(unfinished);
-  std::error_code error;
-  if (!fs::exists(final, error)) {
+  if (!is_there(final)) {
     if (rename(unfinished.c_str(), final.c_str()) != 0) throw_system_error("publish", final);
     return sync_folder(root);
   }

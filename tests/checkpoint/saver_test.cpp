@@ -307,6 +307,52 @@ TEST(Saver, BEY05_a_damaged_file_is_named_on_all_ranks_when_it_is_read) {
                                        {"no such file or folder; load_latest()", "begin anew"});
 }
 
+// As one on NFS, or in a folder that may not be entered: a link to itself, which nobody can follow.
+TEST(Saver, BEY06_what_the_file_system_cannot_tell_is_an_error_and_no_empty_run) {
+  const SharedFolder folder;
+  CheckpointSaver(group(), folder / "run").save(contents_of(5, test::whole_slices(test::random_wholes(1))));
+  for (const auto* name : {"run/step-5/index.json", "run/latest"}) {
+    const auto path = folder / name;
+    group().barrier().wait();
+    if (group().rank() == 0) {
+      fs::rename(path, folder / "aside");
+      fs::remove(folder / "run/latest");  // or the steps would not be looked at
+      fs::create_symlink(path.filename(), path);
+    }
+    group().barrier().wait();
+    const auto reason = fmt::format("cannot look at {}: Too many levels of symbolic links", path.string());
+    EXPECT_THAT(test::refusal<CheckpointError>([&] { has_checkpoint(folder / "run"); }), HasSubstr(reason));
+    EXPECT_THAT(test::refusal<CheckpointError>([&] { find_checkpoint(folder / "run"); }), HasSubstr(reason));
+    expect_on_all_ranks<CheckpointError>([&] { open_checkpoint(group(), folder / "run"); }, {reason});
+    group().barrier().wait();
+    if (group().rank() == 0) {
+      fs::rename(folder / "aside", path);
+      std::ofstream(folder / "run/latest") << "step-5\n";
+    }
+    group().barrier().wait();
+    EXPECT_TRUE(has_checkpoint(folder / "run"));
+  }
+}
+
+TEST(Saver, BEY06_a_folder_that_not_all_ranks_see_is_named_on_all) {
+  if (group().size() == 1) GTEST_SKIP() << "one rank";
+  const SharedFolder folder;
+  const auto last = group().size() - 1;
+  const auto own = folder / (group().rank() == last ? "another" : "run");  // as on a host that does not share it
+  CheckpointSaver saver(group(), own);
+  const auto name = fmt::format("own of rank {}", group().rank());
+  expect_on_all_ranks<CheckpointError>(
+      [&] {
+        try {
+          saver.save(contents_of(1, {whole_slice(name, at::ones({4}))}));
+        } catch (const CheckpointError& error) {  // each names its own folder
+          const std::string text = error.what();
+          throw CheckpointError(text.substr(text.find(" was not saved")));
+        }
+      },
+      {fmt::format("rank {}: ", last), "/another/.step-1.tmp-", "all ranks need the same folder"});
+}
+
 TEST(Saver, BEY05_match_lists_what_differs) {
   const SharedFolder folder;
   CheckpointSaver(group(), folder / "run").save(contents_of(1, test::whole_slices(test::random_wholes(1))));

@@ -128,7 +128,8 @@ CheckpointReader open_checkpoint(const Group& group, const fs::path& path, bool 
   std::string found;
   on_all_ranks(group, "checkpoint", [&] {
     if (group.rank() != 0) return;
-    if (std::error_code error; !fs::exists(path, error)) {
+    std::error_code error;
+    if (fs::status(path, error).type() == fs::file_type::not_found) {
       throw CheckpointError(
           fmt::format("{}: no such file or folder; load_latest(), and --resume latest of shoal train, begin anew where "
                       "there is no checkpoint yet",

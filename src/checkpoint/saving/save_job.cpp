@@ -86,6 +86,13 @@ void SaveJob::make_writes(const CheckpointContents& contents) {
 }
 
 void SaveJob::open_files() {
+  std::error_code error;
+  if (!writes_.empty() && std::filesystem::status(unfinished_, error).type() == std::filesystem::file_type::not_found) {
+    throw CheckpointError(fmt::format(
+        "{}, which rank 0 has made: No such file or directory; all ranks need the same folder, on several hosts in a "
+        "shared file system, and for a relative path in the same working directory",
+        unfinished_.string()));
+  }
   std::map<std::string, std::vector<SafetensorsFile::Entry>> entries;
   for (const auto& write : writes_) {
     entries[write.file].push_back({write.key, write.values.scalar_type(), write.shape});
