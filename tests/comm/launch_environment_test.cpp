@@ -3,11 +3,14 @@
 #include "comm/rendezvous/launch_environment.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <future>
 #include <map>
 #include <thread>
 
+#include "comm/rendezvous/host.h"
 #include "comm/rendezvous/rendezvous.h"
 #include "shoal/error.h"
 #include "tests/support/refusal.h"
@@ -233,6 +236,31 @@ TEST(LaunchEnvironment, takes_one_source_as_a_whole) {
   EXPECT_EQ(placement.source, "RANK and WORLD_SIZE");
 }
 
+TEST(LaunchEnvironment, one_rank_by_leftovers_and_several_by_the_launcher_are_refused) {
+  const Variables left{{"RANK", "0"}, {"WORLD_SIZE", "1"}};
+  const auto with = [](Variables all, const Variables& more) {
+    all.insert(more.begin(), more.end());
+    return all;
+  };
+  const Variables mpirun{{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
+  EXPECT_EQ(
+      refusal(with(left, mpirun)),
+      "RANK=0 and WORLD_SIZE=1 say that this rank is alone, but OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2 "
+      "that it is one of several: unset RANK and WORLD_SIZE to train together, or OMPI_COMM_WORLD_RANK and "
+      "OMPI_COMM_WORLD_SIZE to run alone");
+  const Variables task{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEP_ID", "0"}};
+  const Variables alone_by_mpi{{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}};
+  EXPECT_NE(refusal(with(alone_by_mpi, task)).find("unset OMPI_COMM_WORLD_RANK"), std::string::npos);
+  EXPECT_NE(refusal(with(left, task)).find("SLURM_PROCID=1 and SLURM_NTASKS=2"), std::string::npos);
+  // Launchers of one rank inside of others say who they are; shells of Slurm are no tasks; and others agree.
+  EXPECT_EQ(find(with(with(left, mpirun), {{"SHOAL_JOB_ID", "day"}})).size, 1);
+  EXPECT_EQ(find(with(with(left, task), {{"TORCHELASTIC_RUN_ID", "night"}})).size, 1);
+  EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}})).size, 1);
+  EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_STEP_ID", "4294967290"}})).size, 1);
+  EXPECT_EQ(find(with(left, alone_by_mpi)).size, 1);
+  EXPECT_EQ(find(with(left, {{"OMPI_COMM_WORLD_SIZE", "2"}})).size, 1);
+}
+
 TEST(LaunchEnvironment, options_come_first) {
   WorldOptions options;
   options.rank = 1;
@@ -258,6 +286,18 @@ TEST(LaunchEnvironment, malformed_variables_are_refused) {
   EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2147483647"}}).find("at most 100000"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", "99999"}}).find("MASTER_PORT"),
             std::string::npos);
+}
+
+// Without /proc nobody can see whether another process lives, or open its memory.
+TEST(HostIdentity, without_proc_each_process_is_a_host_of_its_own) {
+  const auto own = host_identity("/nowhere");
+  EXPECT_EQ(host_identity("/nowhere"), own);
+  EXPECT_EQ(own.find(' '), std::string::npos);
+  const int child = fork();
+  if (child == 0) std::_Exit(host_identity("/nowhere") != own && host_identity() != own ? 0 : 1);
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(WorldOptions, validate_lists_all_faults) {

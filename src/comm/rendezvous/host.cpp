@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <random>
 #include <sstream>
 
 namespace shoal {
@@ -39,10 +40,13 @@ Stat read_stat(int pid) {
 
 }  // namespace
 
-std::string host_identity() {
+std::string host_identity(const std::string& proc) {
   std::error_code error;
-  const auto pid_namespace = std::filesystem::read_symlink("/proc/self/ns/pid", error);
-  return first_line("/proc/sys/kernel/random/boot_id") + "/" + (error ? "?" : pid_namespace.string());
+  const auto pid_namespace = std::filesystem::read_symlink(proc + "/self/ns/pid", error);
+  const auto boot = first_line(proc + "/sys/kernel/random/boot_id");
+  if (!error && !boot.empty()) return boot + "/" + pid_namespace.string();
+  static const auto number = std::random_device()();
+  return fmt::format("?/{:08x}-{}", number, getpid());  // of a process that is forked, too
 }
 
 ProcessId this_process() {

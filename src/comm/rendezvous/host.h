@@ -6,8 +6,9 @@
 
 namespace shoal {
 
-// Equal for two processes exactly if they can see each other in /proc: same boot, same process namespace.
-std::string host_identity();
+// Equal for two processes exactly if they can see each other in /proc: same boot, same process namespace. Without /proc
+// (proc: where it is), each process is a host of its own. No blanks.
+std::string host_identity(const std::string& proc = "/proc");
 
 // Identity of a process on this host; distinguishes a process from a later one with the same pid.
 struct ProcessId {

@@ -4,6 +4,7 @@
 
 #include <charconv>
 #include <functional>
+#include <iterator>
 
 #include "base/limits.h"
 #include "shoal/error.h"
@@ -22,6 +23,8 @@ constexpr Source sources[] = {{"RANK", "WORLD_SIZE"},
                               {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
                               {"PMI_RANK", "PMI_SIZE"},
                               {"SLURM_PROCID", "SLURM_NTASKS"}};
+
+constexpr const char* shell_step = "4294967290";  // SLURM_STEP_ID of salloc's shell
 
 int to_int(const std::string& name, const std::string& text) {
   int value = 0;
@@ -46,6 +49,23 @@ int port_from(const std::string& job) {
   return 20000 + static_cast<int>(std::hash<std::string>()(job) % 12000);
 }
 
+// A value that is left over from elsewhere would make each process of a launcher a training of its own. Launchers of ranks
+// within another launcher's process say who they are.
+void refuse_contradiction(const Source& chosen, const Environment& environment) {
+  if (environment("SHOAL_JOB_ID") || environment("TORCHELASTIC_RUN_ID")) return;
+  for (const auto* other = &chosen + 1; other != std::end(sources); ++other) {
+    const auto rank = environment(other->rank);
+    const auto size = environment(other->size);
+    if (!rank || !size || *size == "1") continue;
+    const bool slurm = std::string(other->rank) == "SLURM_PROCID";
+    if (slurm && environment("SLURM_STEP_ID").value_or(shell_step) == shell_step) continue;
+    throw UsageError(
+        fmt::format("{0}={1} and {2}=1 say that this rank is alone, but {3}={4} and {5}={6} that it is one of several: "
+                    "unset {0} and {2} to train together, or {3} and {5} to run alone",
+                    chosen.rank, *environment(chosen.rank), chosen.size, other->rank, *rank, other->size, *size));
+  }
+}
+
 void find_rank(Placement& placement, const WorldOptions& options, const Environment& environment) {
   if (options.rank && options.size) {
     placement.rank = *options.rank;
@@ -61,7 +81,7 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
     // the shell of salloc, which runs in a step of its own (Slurm's SLURM_INTERACTIVE_STEP).
     const bool slurm = std::string(source.rank) == "SLURM_PROCID";
     const auto step = environment("SLURM_STEP_ID");
-    const bool shell = step == "4294967290";
+    const bool shell = step == shell_step;
     const bool single = size.value_or("1") == "1" && environment("SLURM_NNODES").value_or("1") == "1";
     if (slurm && (!rank || shell || (!step && single))) continue;
     if (slurm && !step) {
@@ -77,6 +97,7 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
     placement.rank = to_int(source.rank, *rank);
     placement.size = to_int(source.size, *size);
     placement.source = fmt::format("{} and {}", source.rank, source.size);
+    if (placement.size == 1) refuse_contradiction(source, environment);
     return;
   }
   placement.source = "alone";
