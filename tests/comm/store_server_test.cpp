@@ -2,13 +2,18 @@
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
 #include "comm/store/store.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::store_server_test {
 namespace {
@@ -54,6 +59,35 @@ TEST(StoreServer, outlives_ranks_that_end_before_they_have_their_answer) {
   const auto store = connect_store(loopback, server.port(), 30);
   store_set(*store, "key", "value");
   EXPECT_EQ(store_try_get(*store, "key"), "value");
+}
+
+// c10d's server would call itself for five minutes.
+TEST(StoreServer, an_address_that_its_own_host_does_not_reach_is_refused_at_once) {
+  const int child = fork();
+  if (child == 0) {
+    const bool down = unshare(CLONE_NEWNET) == 0 || unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0;
+    if (!down) std::_Exit(2);
+    const auto said = test::refusal([] { StorePlace(loopback, 0); });
+    std::_Exit(said.find("does not reach its own address 127.0.0.1:") != std::string::npos ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  if (WEXITSTATUS(status) == 2) GTEST_SKIP() << "no network namespaces";
+  EXPECT_EQ(status, 0);
+}
+
+TEST(StoreServer, its_own_name_is_asked_for_again_until_the_limit) {
+  const auto seconds = [](const char* name, int limit) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto said = test::refusal([&] { StorePlace(name, 0, std::chrono::seconds(limit)); });
+    EXPECT_NE(said.find(std::string("cannot resolve the address '") + name), std::string::npos) << said;
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  EXPECT_GE(seconds("shoal-0..none", 1), 1);
+  EXPECT_LT(seconds("shoal-0..none", 0), 1);
+  // What can never be a name is not waited for.
+  EXPECT_LT(seconds("[::1]", 30), 15);
+  EXPECT_LT(seconds("10.0.0.300", 30), 15);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "comm/rendezvous/socket.h"
 #include "launch/launcher.h"
 #include "shoal/error.h"
+#include "shoal/world.h"
 
 namespace shoal::cli {
 namespace {
@@ -25,11 +26,14 @@ void read_elastic(const std::string& text, LaunchOptions& options) {
   options.most_ranks = range.most;
 }
 
-void require_known_address(const std::string& address, int port) {
+// The name of another host, or of this one among several, may become known a little later.
+void require_known_address(const LaunchOptions& options) {
+  const std::chrono::seconds limit(options.nodes > 1 || options.join ? WorldOptions().rendezvous_timeout_seconds : 0);
   try {
-    resolve(address, port);
+    resolve_within(limit, options.address, options.port);
   } catch (const std::runtime_error& error) {
-    throw UsageError(fmt::format("--address {}: {}; give a name or number of node 0's host", address, error.what()));
+    throw UsageError(
+        fmt::format("--address {}: {}; give a name or number of node 0's host", options.address, error.what()));
   }
 }
 
@@ -116,7 +120,7 @@ void add_launch_command(CLI::App& app, const std::vector<std::string>& program, 
     }
     read_elastic(*elastic, *options);
     options->validate();
-    require_known_address(options->address, options->port);
+    require_known_address(*options);
     require_not_standard_output("--json", *json);  // it has the output of the ranks
     require_writable_folder("--flight-recorder", options->flight_recorder);
     require_writable_file("--json", *json);

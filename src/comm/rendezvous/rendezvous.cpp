@@ -402,7 +402,8 @@ Meeting meet(const Placement& placement, const PageAddress& page, const std::str
     return meeting;
   }
   if (placement.rank == 0 && !placement.store_is_served) {
-    meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port), placement.job);
+    const std::chrono::seconds limit(options.rendezvous_timeout_seconds);
+    meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port, limit), placement.job);
   }
   meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
   meeting.launcher = [store = meeting.store] { return store; };

@@ -5,17 +5,41 @@
 #include <netinet/in.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 namespace shoal {
 namespace {
 
 [[noreturn]] void fail_with_errno(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
+}
+
+// As number or name; the result is the resolver's code.
+int look_up(const std::string& host, int port, SocketAddress& address) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV;
+  addrinfo* list = nullptr;
+  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
+  if (error != 0) return error;
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(list, freeaddrinfo);
+  std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
+  address.length = found->ai_addrlen;
+  return 0;
+}
+
+// Whether a text that is no address now may be a host's name later.
+bool may_be_name(const std::string& host) {
+  const auto is_letter = [](unsigned char one) { return std::isalpha(one) != 0; };
+  const auto fits = [](unsigned char one) { return std::isalnum(one) != 0 || one == '-' || one == '.' || one == '_'; };
+  return std::all_of(host.begin(), host.end(), fits) && std::any_of(host.begin(), host.end(), is_letter);
 }
 
 }  // namespace
@@ -44,16 +68,17 @@ int SocketAddress::port() const {
 }
 
 SocketAddress resolve(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV;
-  addrinfo* list = nullptr;
-  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
-  if (error != 0) throw std::runtime_error(gai_strerror(error));
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(list, freeaddrinfo);
+  return resolve_within(std::chrono::seconds(0), host, port);
+}
+
+SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host, int port) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
   SocketAddress address;
-  std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
-  address.length = found->ai_addrlen;
+  while (const int error = look_up(host, port, address)) {
+    const bool unknown = (error == EAI_NONAME || error == EAI_AGAIN || error == EAI_NODATA) && may_be_name(host);
+    if (!unknown || std::chrono::steady_clock::now() >= deadline) throw std::runtime_error(gai_strerror(error));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
   return address;
 }
 

@@ -23,31 +23,17 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-SocketAddress resolve_master(const std::string& host, int port) {
+SocketAddress resolve_master(const std::string& host, int port, std::chrono::seconds limit = {}) {
   try {
-    return resolve(host, port);
+    return resolve_within(limit, host, port);
   } catch (const std::runtime_error& error) {
     throw UsageError(fmt::format(
         "cannot resolve the address '{}': {}; give MASTER_ADDR a name or number of rank 0's host", host, error.what()));
   }
 }
 
-// c10d's own server would listen on all interfaces.
-Descriptor listen_for_ranks(const std::string& host, int port) {
-  try {
-    return listen_on(resolve_master(host, port));
-  } catch (const std::system_error& error) {
-    if (error.code() == std::errc::address_in_use) {
-      throw UsageError(fmt::format("port {} of {} is in use; choose another one (MASTER_PORT, --port)", port, host));
-    }
-    throw UsageError(fmt::format("cannot listen on {}:{}: {}; the address must be one of this host's", host, port,
-                                 error.code().message()));
-  }
-}
-
 // Bounded by the deadline, because packets to a missing host may be dropped silently.
-bool somebody_listens(const std::string& host, int port, SteadyClock::time_point deadline) {
-  const auto address = resolve_master(host, port);
+bool somebody_listens(const SocketAddress& address, SteadyClock::time_point deadline) {
   const auto socket = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
   if (connect_to(socket, address)) return true;
   if (errno != EINPROGRESS) return false;
@@ -57,6 +43,33 @@ bool somebody_listens(const std::string& host, int port, SteadyClock::time_point
   int error = 0;
   socklen_t size = sizeof error;
   return getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+}
+
+// c10d's server calls itself, for five minutes if nobody answers.
+void require_reachable(const Descriptor& listening, const std::string& host) {
+  constexpr std::chrono::seconds patience(3);
+  const auto address = own_address(listening);
+  if (somebody_listens(address, SteadyClock::now() + patience)) return;
+  throw UsageError(
+      fmt::format("this host does not reach its own address {}:{}; if that is the loopback interface, bring it up: ip "
+                  "link set lo up",
+                  host, address.port()));
+}
+
+// c10d's own server would listen on all interfaces.
+Descriptor listen_for_ranks(const std::string& host, int port, std::chrono::seconds limit) {
+  const auto address = resolve_master(host, port, limit);
+  try {
+    auto listening = listen_on(address);
+    require_reachable(listening, host);
+    return listening;
+  } catch (const std::system_error& error) {
+    if (error.code() == std::errc::address_in_use) {
+      throw UsageError(fmt::format("port {} of {} is in use; choose another one (MASTER_PORT, --port)", port, host));
+    }
+    throw UsageError(fmt::format("cannot listen on {}:{}: {}; the address must be one of this host's", host, port,
+                                 error.code().message()));
+  }
 }
 
 }  // namespace
@@ -99,7 +112,7 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
   const auto listens = [&] {
     try {
       unresolved.clear();
-      return somebody_listens(address, port, deadline);
+      return somebody_listens(resolve_master(address, port), deadline);
     } catch (const UsageError& error) {
       unresolved = error.what();
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(limit, std::chrono::milliseconds(300)));
@@ -156,9 +169,9 @@ struct StoreServer::State {
   c10::intrusive_ptr<c10d::Store> store;  // as the job's processes see it
 };
 
-StorePlace::StorePlace(std::string address, int port)
+StorePlace::StorePlace(std::string address, int port, std::chrono::seconds limit)
     : address_(std::move(address)),
-      listening_(listen_for_ranks(address_, port)),
+      listening_(listen_for_ranks(address_, port, limit)),
       port_(own_address(listening_).port()) {}
 
 StoreServer::StoreServer(StorePlace place, const JobIdentity& job) : state_(std::make_unique<State>()) {

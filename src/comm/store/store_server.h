@@ -1,6 +1,7 @@
 #pragma once
 // Server of the key-value store through which the ranks of a job find each other.
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -11,10 +12,12 @@
 namespace shoal {
 
 // Place of a store that is not served yet: whoever connects waits. Listens on `address` alone (a numeric address or a
-// name of one of this host's interfaces). port 0 takes any free port. UsageError names a port that is in use.
+// name of one of this host's interfaces). port 0 takes any free port. UsageError names a port that is in use, or an address
+// that this host does not reach itself.
 class StorePlace {
  public:
-  StorePlace(std::string address, int port);
+  // limit: how long a name that is not known yet is asked for.
+  StorePlace(std::string address, int port, std::chrono::seconds limit = {});
 
   const std::string& address() const { return address_; }
   int port() const { return port_; }
