@@ -13,7 +13,8 @@
 #include "comm/gossip/frame.h"
 #include "comm/gossip/shared_channel.h"
 #include "comm/group/group_state.h"
-#include "comm/rendezvous/socket.h"
+#include "comm/rendezvous/host.h"
+#include "comm/rendezvous/peer_socket.h"
 #include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"
 #include "tests/support/world.h"
@@ -189,6 +190,7 @@ TEST_F(Channel, DEC17_what_a_source_has_shown_before_it_left_can_be_read_and_no_
     EXPECT_READ(read(*channel, 2), here, 2);
     EXPECT_READ(read(*channel, 3), gone, 0);
     EXPECT_TRUE(channel->gone(source(), 3));
+    EXPECT_FALSE(channel->lost(source()));
     EXPECT_FALSE(channel->gone(source(), 2));
   }
 }
@@ -229,6 +231,35 @@ TEST_F(Channel, DEC17_a_version_can_be_read_again_until_another_is) {
   if (!reads()) return;
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 1), here, 1);
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 2), here, 2);
+}
+
+// For longer than a host may be silent: the host answers in its place, and the buffers between the two are full.
+TEST_F(Channel, DEC17_a_rank_that_stands_still_for_long_is_late_and_not_lost) {
+  if (group().size() != 2 || channel->address().starts_with(shared_memory)) GTEST_SKIP() << "no sockets between two";
+  const auto large = open_gossip_channel(group(), {{.numel = 8 << 20}});
+  const auto show_large = [&](int64_t version) {
+    large->draft(0, moment).fill_(static_cast<double>(version));
+    large->publish(0, version, {0});
+  };
+  const auto no_use = [](const at::Tensor&) {};
+  if (reads()) {
+    EXPECT_READ(large->read(0, 1, source(), patience, no_use), here, 1);
+    std::raise(SIGSTOP);
+  } else {
+    show_large(1);
+    const auto& reader = state_of(group())->world->meeting.peers[0].process;
+    while (state_of(reader) != ProcessState::stopped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    show_large(2);
+    std::this_thread::sleep_for(longest_silence + std::chrono::seconds(3));
+    kill(reader.pid, SIGCONT);
+  }
+  meet();
+  EXPECT_FALSE(large->gone(1 - group().rank(), 3));
+  EXPECT_FALSE(large->lost(1 - group().rank()));
+  if (reads()) {
+    EXPECT_READ(large->read(0, 2, source(), patience, no_use), here, 2);
+  }
+  meet();
 }
 
 // Calls a channel as somebody who has read the store and knows the channel's key but not the job's secret: sends

@@ -55,6 +55,8 @@ class GossipChannel {
   virtual Reading read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) = 0;
   // Whether the rank, as far as is known, has left or ended and will not show `version` of all buffers.
   virtual bool gone(int rank, int64_t version) = 0;
+  // Whether the rank, as far as is known, has ended without having left.
+  virtual bool lost(int rank) = 0;
   // Tells that no rank will read what this rank has shown so far.
   virtual void forget() = 0;
   // Tells all ranks that this one stops after `version` until all start afresh. reason: a number that the caller

@@ -20,6 +20,7 @@ bool OutgoingConnection::advance(const std::string& place, const JobIdentity& jo
   if (queue_.empty()) return true;
   const auto greeted = greet(place, job, key);
   if (greeted != Handshake::State::done) return greeted == Handshake::State::under_way;
+  if (!host_) host_.emplace(socket_);
   while (!queue_.empty()) {
     const auto& item = queue_.front();
     if (!send_bytes(&item.frame, sizeof(Frame), 0)) return came_too_early();

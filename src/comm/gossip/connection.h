@@ -30,6 +30,8 @@ class OutgoingConnection {
   std::optional<int64_t> version() const;
   // Whether the peer has received something lately.
   bool moves() const { return std::chrono::steady_clock::now() - moved_ < std::chrono::milliseconds(100); }
+  // Whether the peer's host has answered nothing for longer than a host may. To be called every second or so.
+  bool silent() { return host_ && host_->silent(socket_); }
   const Descriptor& socket() const { return socket_; }
 
  private:
@@ -42,6 +44,7 @@ class OutgoingConnection {
 
   Descriptor socket_;
   std::optional<Handshake> handshake_;  // with the present peer of the socket
+  std::optional<HostWatch> host_;       // from the end of the handshake on
   std::optional<std::chrono::steady_clock::time_point> first_call_;
   int calls_in_vain_ = 0;  // that reached nobody
   std::deque<Item> queue_;

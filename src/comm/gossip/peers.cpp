@@ -89,7 +89,7 @@ void GossipPeers::take(const Frame& frame, const at::Tensor& values) {
       peer.taken[frame.buffer] = std::max(peer.taken[frame.buffer], frame.version);
       return;
     case FrameKind::bye:
-      peer.gone = true;
+      peer.gone = peer.left = true;
       peer.last_version = frame.version;
       return;
     case FrameKind::lost: {
@@ -110,6 +110,12 @@ void GossipPeers::lose(int rank) {
   tell_all({.kind = FrameKind::lost,
             .buffer = static_cast<uint32_t>(rank),
             .version = static_cast<int64_t>(addresses_[rank].key)});
+}
+
+void GossipPeers::look_at_hosts() {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (!peers_[rank].gone && peers_[rank].outgoing.silent()) lose(rank);
+  }
 }
 
 void GossipPeers::admit(int rank, GossipAddress address) {

@@ -30,7 +30,8 @@ struct GossipPeer {
   OutgoingConnection outgoing;
   bool greeted = false;
   bool gone = false;
-  int64_t last_version = 0;                               // valid if the rank has announced that it leaves
+  bool left = false;                                      // has announced that it leaves
+  int64_t last_version = 0;                               // valid if the rank has left
   std::optional<Stop> stop;                               // set if the rank has stopped
   bool late = false;                                      // the last wait for it as a source timed out
   bool takes_late = false;                                // the last wait for it as a reader timed out
@@ -64,6 +65,8 @@ class GossipPeers {
   void take(const Frame& frame, const at::Tensor& values);
   // The rank has ended. The others are told, because only its neighbours see that.
   void lose(int rank);
+  // Loses ranks whose hosts are silent. To be called every second or so.
+  void look_at_hosts();
   // A new process in place of one that has ended.
   void admit(int rank, GossipAddress address);
 

@@ -170,6 +170,11 @@ class SharedChannel : public GossipChannel {
     return false;
   }
 
+  bool lost(int rank) override {
+    if (rank == group_->rank || !ended(rank)) return false;
+    return bases_[rank] == nullptr || SharedBlock::header(bases_[rank]).left.load() == 0;
+  }
+
   void forget() override {
     for (auto& readers : readers_) readers = {};
   }

@@ -120,6 +120,11 @@ class SocketChannel : public GossipChannel {
     return values_.size() == 0;
   }
 
+  bool lost(int rank) override {
+    const std::lock_guard lock(mutex_);
+    return peers_[rank].gone && !peers_[rank].left;
+  }
+
   void forget() override {
     const std::lock_guard lock(mutex_);
     for (auto& shown : shown_) shown.clear();
@@ -199,8 +204,10 @@ class SocketChannel : public GossipChannel {
   }
 
   void run() {
+    constexpr std::chrono::seconds between_looks(1);
     std::vector<pollfd> polled;
     bool held_back = false;
+    auto next_look = SteadyClock::now() + between_looks;
     while (true) {
       polled.clear();
       {
@@ -216,6 +223,9 @@ class SocketChannel : public GossipChannel {
       [[maybe_unused]] const auto got = ::read(wake_.number(), &rung, sizeof rung);
       const std::lock_guard lock(mutex_);
       visitors_.receive();
+      if (SteadyClock::now() < next_look) continue;
+      peers_.look_at_hosts();
+      next_look = SteadyClock::now() + between_looks;
     }
   }
 

@@ -39,4 +39,21 @@ void prepare(const Descriptor& socket) {
   set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 256 << 10);  // bounds the data that wait in the kernel
 }
 
+HostWatch::HostWatch(const Descriptor& socket) {
+  const int none = 0;
+  setsockopt(socket.number(), IPPROTO_TCP, TCP_USER_TIMEOUT, &none, sizeof none);
+}
+
+bool HostWatch::silent(const Descriptor& socket, std::chrono::seconds limit) {
+  constexpr int most_probes = 2;  // of a peer that takes no data; one may be on its way, or lost
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (getsockopt(socket.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  const auto now = std::chrono::steady_clock::now();
+  const std::chrono::milliseconds since_answer(info.tcpi_last_ack_recv);
+  const bool asked = info.tcpi_unacked > 0 || info.tcpi_probes > most_probes;
+  if (!asked || since_answer < now - answered_) answered_ = now;
+  return now - answered_ > limit;
+}
+
 }  // namespace shoal

@@ -1,8 +1,6 @@
 #include "comm/tcp/link.h"
 
 #include <linux/sockios.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -18,10 +16,7 @@ constexpr size_t read_ahead = size_t{16} << 10;
 constexpr size_t most_in_a_turn = size_t{1} << 20;
 }  // namespace
 
-Link::Link(Descriptor socket, int rank) : socket_(std::move(socket)), rank_(rank) {
-  const int none = 0;  // the system's own timeout also ends connections whose peer takes no data, but lives
-  setsockopt(socket_.number(), IPPROTO_TCP, TCP_USER_TIMEOUT, &none, sizeof none);
-}
+Link::Link(Descriptor socket, int rank) : socket_(std::move(socket)), rank_(rank), host_(socket_) {}
 
 void Link::put(Frame frame, std::string bytes, std::function<void()> sent) {
   frame.bytes = bytes.size();
@@ -141,16 +136,8 @@ bool Link::unacknowledged() const {
   return ioctl(socket_.number(), SIOCOUTQ, &bytes) == 0 && bytes > 0;
 }
 
-void Link::look_at_peer(std::chrono::seconds longest_silence) {
-  constexpr int most_probes = 2;  // of a peer that takes no data; one may be on its way, or lost
-  tcp_info info{};
-  socklen_t size = sizeof info;
-  if (getsockopt(socket_.number(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
-  const auto now = std::chrono::steady_clock::now();
-  const std::chrono::milliseconds since_answer(info.tcpi_last_ack_recv);
-  const bool asked = info.tcpi_unacked > 0 || info.tcpi_probes > most_probes;
-  if (!asked || since_answer < now - answered_) answered_ = now;
-  if (now - answered_ > longest_silence) ended_ = broken_ = true;
+void Link::look_at_peer(std::chrono::seconds limit) {
+  if (host_.silent(socket_, limit)) ended_ = broken_ = true;
 }
 
 void Link::end() {

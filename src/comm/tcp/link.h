@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/rendezvous/socket.h"
+#include "comm/rendezvous/peer_socket.h"
 #include "comm/tcp/frame.h"
 
 namespace shoal::tcp {
@@ -46,7 +46,7 @@ class Link {
 
   // Ends the connection if the peer's host has answered nothing for that long. One that answers, but takes no data, is
   // waited for: the peer is stopped, or has no memory for the next frame yet. To be called every second or so.
-  void look_at_peer(std::chrono::seconds longest_silence);
+  void look_at_peer(std::chrono::seconds limit);
   // The peer has ended the connection, or it is broken: nothing more comes.
   bool ended() const { return ended_; }
   // Nothing more can be sent.
@@ -79,7 +79,7 @@ class Link {
   std::optional<Frame> frame_{};  // whose bytes are being read
   std::byte* memory_ = nullptr;   // for them
   size_t got_ = 0;
-  std::chrono::steady_clock::time_point answered_ = std::chrono::steady_clock::now();  // or was asked nothing
+  HostWatch host_;
 };
 
 }  // namespace shoal::tcp

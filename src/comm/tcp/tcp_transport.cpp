@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/start_thread.h"
+#include "comm/rendezvous/peer_socket.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/tcp/connect.h"
@@ -159,7 +160,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       if (ending_) return;
       operations_.move(ready);
       if (SteadyClock::now() >= next_look) {
-        operations_.look_at_peers(std::chrono::seconds(15));
+        operations_.look_at_peers(longest_silence);
         next_look = SteadyClock::now() + interval;
       }
       operations_.advance();
