@@ -10,7 +10,7 @@
 #include "engine/gradients/backward_weight.h"
 #include "engine/gradients/earlier_sums.h"
 #include "engine/gradients/shown_gradients.h"
-#include "engine/gradients/weight_under_way.h"
+#include "engine/gradients/backward_weight.h"
 #include "memory/tensor_version.h"
 #include "memory/views.h"
 
