@@ -201,6 +201,7 @@ TEST(ElasticEnd, ELA01_a_rank_ends_in_a_save_in_the_background_and_the_next_one_
     const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
       alarm(60);
       const bool ends = world.rank() == victim;
+      testing::internal::CaptureStderr();
       const Model model(trained, world.group(), 1);
       auto training = model.training();
       const auto elastic = model.wrapped.elastic(world, ElasticOptions{.on_change = [](const ElasticChange&) {}});
@@ -212,6 +213,9 @@ TEST(ElasticEnd, ELA01_a_rank_ends_in_a_save_in_the_background_and_the_next_one_
         elastic->together([&] { save_async(folder.path(), training, {.step = elastic->steps()}); });
       }
       elastic->together([&] { training.wait(); });
+      const auto said = testing::internal::GetCapturedStderr();
+      const auto lost = fmt::format("shoal: checkpoint {}/step-", folder.path().string());
+      if (said.starts_with(lost) != (world.rank() == 0)) return "it says: " + said;
       const Model loaded(trained, world.group(), 2);
       auto past = loaded.training();
       const auto step = load(folder.path(), past).step;

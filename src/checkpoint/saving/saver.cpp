@@ -4,12 +4,14 @@
 
 #include <future>
 #include <numeric>
+#include <utility>
 
 #include "base/limits.h"
 #include "base/start_thread.h"
 #include "checkpoint/saving/save_job.h"
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
+#include "comm/store/warn.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 
@@ -47,7 +49,8 @@ struct CheckpointSaver::State {
   at::Tensor buffer{};                         // kept, because fresh memory costs as much as the copy itself
   std::future<void> background{};
   std::filesystem::path writes{};  // the checkpoint that it writes
-  std::future<void> removal{};     // removal of old checkpoints
+  std::string lost{};
+  std::future<void> removal{};  // removal of old checkpoints
 };
 
 CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
@@ -69,7 +72,7 @@ CheckpointSaver::~CheckpointSaver() {
     try {
       if (future->valid()) future->get();
     } catch (const std::exception& error) {  // nobody can catch it any more
-      TORCH_WARN("a checkpoint's background save has failed, and nobody called wait(): ", error.what());
+      warn(fmt::format("a checkpoint's background save has failed, and nobody called wait(): {}", error.what()));
     }
   }
 }
@@ -96,12 +99,13 @@ void CheckpointSaver::wait() {
     const auto& group = *state_of(state_->group);
     if (!group.world->watch) throw;
     std::error_code ignored;
-    if (!std::filesystem::exists(state_->writes, ignored)) {
-      TORCH_WARN("checkpoint ", state_->writes.string(),
-                 " was not saved: the ranks of this elastic job changed while it was written");
-    }
+    if (!std::filesystem::exists(state_->writes, ignored)) state_->lost = state_->writes.string();
     if (group.progress->ended.text().empty()) throw;  // they have not changed yet
   }
+}
+
+std::string CheckpointSaver::take_lost() {
+  return std::exchange(state_->lost, {});
 }
 
 bool CheckpointSaver::busy() const {

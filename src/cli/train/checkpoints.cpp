@@ -2,15 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <filesystem>
 #include <nlohmann/json.hpp>
-#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "base/print_to_stderr.h"
 #include "base/printable.h"
-#include "checkpoint/folder.h"
 #include "cli/exit_code.h"
 #include "cli/train/earlier_run.h"
 #include "shoal/error.h"
@@ -128,7 +125,6 @@ void Checkpoints::save(int64_t steps) {
 
 void Checkpoints::save_in_background(int64_t steps) {
   const auto how = how_to_save(steps);
-  last_saved_ = steps;
   earlier_latest_.reset();
   save_async(options_.save, *state_, how);
 }
@@ -141,16 +137,6 @@ std::string Checkpoints::keep_earlier_latest(int64_t steps, bool leads) const {
     return "";
   }
   return fmt::format("step-{}", *earlier_latest_);
-}
-
-void Checkpoints::note_lost() {
-  std::error_code ignored;
-  const auto path = std::filesystem::path(options_.save) / step_name(last_saved_);
-  if (std::exchange(last_saved_, 0) > 0 && !std::filesystem::exists(path, ignored)) lost_ = path.string();
-}
-
-std::string Checkpoints::take_lost() {
-  return std::exchange(lost_, {});
 }
 
 }  // namespace shoal::cli

@@ -43,19 +43,12 @@ class Checkpoints {
   // it is stopped before, `latest` stays the earlier run's. Returns that checkpoint; empty: there is none.
   std::string keep_earlier_latest(int64_t steps, bool leads) const;
 
-  // Call when the ranks have changed, which ends a save in the background.
-  void note_lost();
-  // The checkpoint that was lost so, told once; empty: none.
-  std::string take_lost();
-
  private:
   SaveOptions how_to_save(int64_t steps) const;
 
   const TrainOptions& options_;
   const Feed& feed_;
   std::optional<TrainingState> state_;
-  int64_t last_saved_ = 0;                 // steps of the last one begun in the background
-  std::string lost_;                       // the one that was being written when a rank ended
   std::optional<int64_t> earlier_latest_;  // step that `latest` named at the start, until this run has saved on its own
 };
 

@@ -49,7 +49,6 @@ void Trainer::keep_batch() {
 // Called in the recovery, when the failed work has been left and the world is new.
 void Trainer::follow(const ElasticChange& change) {
   enter_world();
-  checkpoints_.note_lost();
   changes_.push_back(change);
 }
 
@@ -57,7 +56,8 @@ void Trainer::enter_world() {
   group_ = world_.group();
   feed_.follow(group_.rank());
   meeting_.emplace(*strategy_, group_);
-  take_state();  // waits for a save in the background, which ends with its group
+  tolerate([this] { checkpoints_.wait(); });  // a save in the background ends with its group
+  take_state();
 }
 
 // Steps are counted as the present ranks would have counted them from the start, as for a checkpoint that they resume from.
@@ -110,10 +110,6 @@ void Trainer::tell_changes(Loop& loop, TrainResult& result) {
     loop.log.change("shoal: " + change.text(), result.changes.back());
   }
   changes_.clear();
-  if (const auto lost = checkpoints_.take_lost(); !lost.empty()) {
-    loop.log.say(fmt::format(
-        "shoal: checkpoint {} was not saved: the ranks changed while it was written; training continues", lost));
-  }
 }
 
 // A collective may be complete on some ranks when it fails on others, so that these do what those have done already. Steps

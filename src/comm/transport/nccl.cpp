@@ -18,6 +18,7 @@
 #include "base/environment.h"
 #include "comm/rendezvous/gpus.h"
 #include "comm/rendezvous/world_state.h"
+#include "comm/store/warn.h"
 #include "comm/transport/c10d_transport.h"
 #include "shoal/error.h"
 
@@ -72,7 +73,7 @@ class Nccl : public Transport {
     try {
       backend_->shutdown();
     } catch (const std::exception& error) {
-      TORCH_WARN("NCCL has not ended in order: ", error.what());
+      warn(fmt::format("NCCL has not ended in order: {}", error.what()));
     }
   }
 

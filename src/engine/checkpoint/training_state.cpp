@@ -8,6 +8,7 @@
 #include "checkpoint/folder.h"
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
+#include "comm/store/warn.h"
 #include "engine/checkpoint/loader.h"
 #include "engine/checkpoint/names.h"
 #include "engine/checkpoint/resized_buffers.h"
@@ -48,7 +49,7 @@ CheckpointSaver& TrainingState::State::saver_for(const std::filesystem::path& gi
     const auto other =
         now.all_reduce(fits ? 0.0 : 1.0, ReduceOp::max, {-1, -1, "whether a checkpoint's folder is the last one's"});
     if (other == 0) return *saver;
-    saver->wait();
+    wait();
   }
   group = now;
   run = folder;
@@ -80,8 +81,16 @@ TrainingState& TrainingState::with(torch::optim::ReduceLROnPlateauScheduler& sch
   return *this;
 }
 
+void TrainingState::State::wait() const {
+  if (!saver) return;
+  saver->wait();
+  const auto lost = saver->take_lost();
+  if (lost.empty() || source->group().rank() != 0) return;
+  warn(fmt::format("checkpoint {} was not saved: the ranks changed while it was written", lost));
+}
+
 void TrainingState::wait() {
-  if (state_->saver) state_->saver->wait();
+  state_->wait();
 }
 
 bool TrainingState::saving() const {
@@ -192,7 +201,7 @@ Loaded load(const std::filesystem::path& path, TrainingState& training, const Lo
   loaded.path = reader.path();
   for (const auto& difference : loaded.differences) {
     const bool asked_for = !options.rates || !options.options;
-    if (!asked_for && group.rank() == 0) TORCH_WARN(reader.name(), ": ", difference);
+    if (!asked_for && group.rank() == 0) warn(fmt::format("{}: {}", reader.name(), difference));
   }
   return loaded;
 }

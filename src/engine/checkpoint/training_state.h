@@ -26,6 +26,7 @@ struct TrainingState::State {
 
   // Returns a saver for these options and the ranks that are still there. Collective.
   CheckpointSaver& saver_for(const std::filesystem::path& given, const SaveOptions& options);
+  void wait() const;
   CheckpointContents contents(const SaveOptions& options) const {
     return contents_of(*source, *group, companions, options);
   }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/store/warn.h"
 #include "engine/paging/pager.h"
 #include "shoal/group.h"
 
@@ -42,9 +43,8 @@ void Pager::check_order(Pass pass) {
   };
   agree(group_, "the order in which units are used", names_of(uses.last));
   if (!uses.changed() || std::exchange(warned_, true)) return;
-  TORCH_WARN(
-      "the order of units has changed from one pass to the next: it was ",
-      fmt::format("{}; now it is {}", fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
+  warn(fmt::format("the order of units has changed from one pass to the next: it was {}; now it is {}",
+                   fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
 }
 
 void Pager::end() {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "comm/group/text.h"
+#include "comm/store/warn.h"
 #include "module/walk.h"
 #include "optim/state.h"
 #include "shoal/detail/sharded_optimizer.h"
@@ -181,8 +182,8 @@ std::optional<GradScalerState> scaler_in(const OptimizerState& state) {
 }
 
 void warn_of_scaler(bool there, bool here) {
-  if (there && !here) TORCH_WARN("the optimizer state has a loss scaler, but this optimizer has none; it is ignored");
-  if (here && !there) TORCH_WARN("the optimizer state has no loss scaler; this optimizer's scaler keeps its state");
+  if (there && !here) warn("the optimizer state has a loss scaler, but this optimizer has none; it is ignored");
+  if (here && !there) warn("the optimizer state has no loss scaler; this optimizer's scaler keeps its state");
 }
 
 std::string shape_fault(const std::string& name, const at::Tensor& tensor, const StatePiece& piece) {

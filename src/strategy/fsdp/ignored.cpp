@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "comm/store/warn.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -31,8 +32,7 @@ void require_not_sharded(const char* option, const std::string& given, const std
 
 std::vector<std::string> names_in(const torch::nn::Module& module, const std::string& ignored_module) {
   if (ignored_module.empty()) {
-    TORCH_WARN(
-        "FullyShardedDataParallel: ignored_modules names the module itself (''): all of its parameters are ignored");
+    warn("FullyShardedDataParallel: ignored_modules names the module itself (''): all of its parameters are ignored");
   }
   const auto modules = module.named_modules("", /*include_self=*/false);
   if (!ignored_module.empty() && !modules.contains(ignored_module)) {

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <torch/types.h>
 
+#include "comm/store/warn.h"
 #include "module/walk.h"
 #include "shoal/deferred_init.h"
 #include "shoal/error.h"
@@ -43,8 +44,8 @@ at::Device with_index(at::Device device) {
   }
   if (device.has_index()) return device;
   const auto current = devices.getDevice();
-  TORCH_WARN("FullyShardedDataParallel: device ", device.str(), " has no index; using the current device, ",
-             current.str());
+  warn(fmt::format("FullyShardedDataParallel: device {} has no index; using the current device, {}", device.str(),
+                   current.str()));
   return current;
 }
 
@@ -55,7 +56,7 @@ void place_module(torch::nn::Module& module, std::optional<at::Device> device,
   const auto present = device_of(walk(module, ignored).parameters);
   if (!device) {
     if (present.is_cpu() && at::globalContext().hasCUDA()) {
-      TORCH_WARN(
+      warn(
           "FullyShardedDataParallel: the module is on the CPU of a machine with GPUs; it trains there unless "
           "option `device` names one");
     }
