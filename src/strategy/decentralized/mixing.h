@@ -117,6 +117,7 @@ class Mixing {
   };
   Party party_of(std::vector<int> members) const;
   void count_in();
+  void tell_of_lost(std::vector<int> removed) const;
   void require_all_ranks() const;
   bool pushes() const { return whole_.kind() == Stochastic::column; }
   GossipChannel::Limit limit() const;

@@ -1,10 +1,14 @@
 // Ranks that mix: those that end, stop, and come back.
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <iterator>
 #include <limits>
 #include <utility>
 
+#include "base/print_to_stderr.h"
+#include "base/rank_list.h"
 #include "strategy/decentralized/mixing.h"
 
 namespace shoal {
@@ -61,12 +65,24 @@ void Mixing::remove_lost(const std::vector<int>& also) {
     return rank != group_.rank() && (named || channel_->gone(rank, version_));
   });
   if (left.size() == now_.members.size()) return;
-  std::set_difference(now_.members.begin(), now_.members.end(), left.begin(), left.end(),
-                      std::back_inserter(statistics_.removed));
+  std::vector<int> removed;
+  std::set_difference(now_.members.begin(), now_.members.end(), left.begin(), left.end(), std::back_inserter(removed));
+  statistics_.removed.insert(statistics_.removed.end(), removed.begin(), removed.end());
+  tell_of_lost(removed);
   now_ = party_of(std::move(left));
   remaining_.reset();
   for (auto& copies : copies_) copies.start_afresh(topology().period());
   channel_->forget();  // the ranks that read this one have changed
+}
+
+// Of those that have not left by themselves: if they live after all, they train apart from this rank.
+void Mixing::tell_of_lost(std::vector<int> removed) const {
+  std::erase_if(removed, [&](int rank) { return !channel_->lost(rank); });
+  if (removed.empty()) return;
+  for (int& rank : removed) rank = group_.world_rank(rank);
+  print_to_stderr(
+      "shoal: rank {} goes on without rank(s) {}: they have ended without leave(), or their hosts do not answer\n",
+      group_.world_rank(group_.rank()), rank_list(removed));
 }
 
 void Mixing::remove_ended() {
@@ -115,6 +131,13 @@ const Group& Mixing::remaining() {
   const auto& members = next_ ? next_->members : now_.members;
   if (last_newcomer_ == 0 && members.size() == static_cast<size_t>(group_.size())) return group_;
   if (!remaining_) {
+    const auto is_lost = [&](int rank) { return channel_ && channel_->lost(rank); };
+    if (members.size() == 1 && std::any_of(statistics_.removed.begin(), statistics_.removed.end(), is_lost)) {
+      print_to_stderr(
+          "shoal: rank {} has lost the other ranks, so global_avg(), consensus_distance() and checkpoints are of this "
+          "rank's values alone\n",
+          group_.world_rank(group_.rank()));
+    }
     remaining_ = last_newcomer_ == 0 ? group_.subgroup(members) : group_after(group_, last_newcomer_, members);
   }
   return *remaining_;

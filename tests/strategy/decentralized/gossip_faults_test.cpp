@@ -75,6 +75,11 @@ TEST_P(GossipFaults, DEC17_the_others_finish_without_a_rank_that_was_killed) {
           const auto& other = ended[rank];
           ASSERT_EQ(other.code, 0) << topology << " " << fault << " rank " << rank << ": " << other.output;
           EXPECT_EQ(text_of(other, "removed"), std::to_string(victim)) << other.output;
+          const auto told =
+              "shoal: rank " + std::to_string(rank) + " goes on without rank(s) " + std::to_string(victim);
+          const auto first = other.output.find(told);
+          EXPECT_NE(first, std::string::npos) << other.output;
+          EXPECT_EQ(other.output.find(told, first + 1), std::string::npos) << other.output;
           EXPECT_LT(number(other, "loss"), trained_loss) << other.output;
           EXPECT_LT(number(other, "seconds"), 15) << other.output;
           if (victim != 0) {
@@ -84,6 +89,13 @@ TEST_P(GossipFaults, DEC17_the_others_finish_without_a_rank_that_was_killed) {
       }
     }
   }
+}
+
+TEST_P(GossipFaults, DEC17_the_last_rank_says_that_its_means_are_its_own_values) {
+  const auto last = train("kill", 1, "ring", GetParam(), "", 2)[0];
+  EXPECT_EQ(last.code, 0) << last.output;
+  EXPECT_NE(last.output.find("shoal: rank 0 has lost the other ranks, so global_avg()"), std::string::npos)
+      << last.output;
 }
 
 TEST_P(GossipFaults, DEC17_a_rank_that_pauses_is_left_out_and_comes_back) {
@@ -128,6 +140,7 @@ TEST_P(GossipFaults, BEY03_a_rank_with_fewer_batches_leaves_and_the_others_use_t
     if (rank == 3) continue;
     EXPECT_LT(number(ended[rank], "loss"), trained_loss) << ended[rank].output;
     EXPECT_NE(text_of(ended[rank], "removed").find('3'), std::string::npos) << ended[rank].output;
+    EXPECT_EQ(ended[rank].output.find("goes on without"), std::string::npos) << ended[rank].output;
     EXPECT_LT(number(ended[rank], "seconds"), 10);
   }
 }
