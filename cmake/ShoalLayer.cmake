@@ -19,7 +19,7 @@ endfunction()
 # Code whose time is that of libtorch and of other layers: optimised less, it compiles in three quarters of the time.
 function(shoal_light)
   foreach(target IN LISTS ARGN)
-    target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O0>)
+    target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
   endforeach()
 endfunction()
 
