@@ -31,6 +31,38 @@ def test_PY05_a_module_that_is_saved_as_a_whole_needs_no_shoal_where_it_is_read(
     on_ranks(pickles)
 
 
+def test_FSDP16_an_optimizer_with_a_scaler_that_is_made_again_clips_gradients_without_the_scale():
+    def norms(rank):
+        def train(make_again):
+            torch.manual_seed(0)
+            model = shoal.nn.FullyShardedDataParallel(torch.nn.Linear(4, 2), param_dtype=torch.float16)
+
+            def make():
+                scaler = {"initial_scale": 1024.0}
+                return shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1, scaler=scaler)
+
+            optimizer = make_again(make)
+            optimizer.scale_loss(model(torch.ones(3, 4)).float().square().sum()).backward()
+            return model.clip_grad_norm_(1.0).item()
+
+        def over_the_old_one(make):
+            optimizer = make()
+            optimizer = make()
+            return optimizer
+
+        def beside_one_that_goes(make):
+            optimizer = make()
+            make()
+            return optimizer
+
+        once = train(lambda make: make())
+        assert 0 < once < 100
+        for make_again in (over_the_old_one, beside_one_that_goes):
+            assert train(make_again) == once, make_again.__name__
+
+    on_ranks(norms)
+
+
 class Rooted(torch.nn.Module):
     """Its child refers to it."""
 

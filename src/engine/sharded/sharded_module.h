@@ -94,7 +94,7 @@ class ShardedModule {
   // What this rank owns a second time, see hold_second(): not counted, and not published.
   std::vector<OwnedPiece>& second_pieces() { return second_.pieces; }
 
-  // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler.
+  // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler, the last one if there are several.
   std::function<double(double max_norm, double norm_type)> clip_without_scale{};
 
   // Clips gradients to which `norm` belongs: these sums, and the second copies of other ranks' sums.

@@ -5,12 +5,27 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <functional>
 #include <unordered_map>
+#include <utility>
 
 #include "engine/sharded/changed_options.h"
 #include "shoal/error.h"
 
 namespace shoal {
+namespace {
+
+using ClipNorm = std::function<double(double max_norm, double norm_type)>;
+
+// clip_grad_norm_ of an optimizer with a scaler.
+struct Clip {
+  const void* optimizer;
+  ClipNorm clip;
+  ClipNorm former;  // of the one before, which counts again when this one has gone
+  double operator()(double max_norm, double norm_type) const { return clip(max_norm, norm_type); }
+};
+
+}  // namespace
 
 std::vector<StatePiece> ShardedOptimizerCore::State::state_pieces() const {
   std::vector<StatePiece> all;
@@ -183,14 +198,19 @@ ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<t
 void ShardedOptimizerCore::connect_clipping() {
   if (!state().scaler) return;
   for (const auto& module : state().modules) {
-    module->clip_without_scale = [this](double max_norm, double norm_type) {
-      return clip_grad_norm(max_norm, norm_type);
-    };
+    module->clip_without_scale =
+        Clip{this, [this](double max_norm, double norm_type) { return clip_grad_norm(max_norm, norm_type); },
+             std::move(module->clip_without_scale)};
   }
 }
 
+// Another optimizer may have been made since, over the same module.
 ShardedOptimizerCore::~ShardedOptimizerCore() {
-  for (const auto& module : state().modules) module->clip_without_scale = {};
+  for (const auto& module : state().modules) {
+    auto* link = &module->clip_without_scale;
+    while (*link && link->target<Clip>()->optimizer != this) link = &link->target<Clip>()->former;
+    if (*link) *link = ClipNorm(std::move(link->target<Clip>()->former));
+  }
 }
 
 ShardedOptimizerCore::State& ShardedOptimizerCore::state() const {
