@@ -213,7 +213,9 @@ class FullParameters {
   FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options, bool reads_only = false);
   FullParameters(FullParameters&& other) noexcept : held_(std::exchange(other.held_, {})) {}
   FullParameters& operator=(FullParameters&&) = delete;
-  ~FullParameters();  // communication errors are thrown by the next call
+  ~FullParameters();  // throws nothing: communication errors are thrown by the next call
+  // Ends the scope before its destruction. Throws what fails there, and what WorldOptions::while_waiting throws.
+  void end();
 
  private:
   std::vector<FullyShardedCore*> held_;

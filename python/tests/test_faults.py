@@ -52,6 +52,20 @@ def test_PY04_ctrl_c_ends_a_wait(name):
     require_interrupted_at_once(WAITS[name])
 
 
+def test_PY04_ctrl_c_ends_the_wait_at_the_end_of_summon_full_params():
+    def run(rank):
+        model = shoal.nn.FullyShardedDataParallel(torch.nn.Linear(4, 4))
+
+        def summon():
+            with model.summon_full_params(writeback=False):
+                time.sleep(0 if rank == 1 else 3)
+
+        return seconds_until_interrupted(summon) if rank == 1 else summon()
+
+    outcomes = Ranks(run).outcomes(timeout=20)
+    assert outcomes[1][0] and outcomes[1][1] < 0.3, outcomes[1]
+
+
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])
 def test_PY04_ctrl_c_ends_the_wait_for_a_new_group(transport):
     options = shoal.distributed.Options(transport=transport)

@@ -144,7 +144,7 @@ class FullyShardedDataParallel(Wrapper):
         try:
             yield
         finally:
-            del scope
+            scope.end()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
         """Copies of all parameters and buffers by name, on `rank` only (empty elsewhere); None: on every rank. Buffers with

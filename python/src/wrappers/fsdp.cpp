@@ -70,7 +70,9 @@ FullyShardedOptimizerOptions fsdp_optimizer_options(const py::dict& given) {
 }
 
 void bind_fsdp_wrapper(py::module_& module) {
-  py::class_<FullParameters, Held<FullParameters>>(module, "FullParameters");
+  py::class_<FullParameters, Held<FullParameters>>(module, "FullParameters").def("end", [](FullParameters& scope) {
+    unlocked([&] { scope.end(); });
+  });
   py::class_<FullyShardedCore, DataParallelCore, Held<FullyShardedCore>>(module, "FullyShardedBase");
   py::class_<FsdpCore, FullyShardedCore, Held<FsdpCore>> fsdp(module, "FullyShardedCore");
   fsdp.def(py::init([](const std::shared_ptr<Mirror>& mirror, const Group& group, const py::dict& given) {

@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <exception>
 #include <map>
+#include <utility>
 
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/outside_inference_mode.h"
@@ -121,12 +123,22 @@ FullParameters::FullParameters(FullyShardedCore& core, const SummonFullParamsOpt
 }
 
 FullParameters::~FullParameters() {
-  for (auto* wrapper : held_) {
+  try {
+    end();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): see the header
+  }
+}
+
+void FullParameters::end() {
+  std::exception_ptr failure;
+  for (auto* wrapper : std::exchange(held_, {})) {
     try {
       wrapper->release();
-    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): see the header
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
     }
   }
+  if (failure) std::rethrow_exception(failure);
 }
 
 // Checks before the scope takes effect, so that nothing has to be undone after an error.

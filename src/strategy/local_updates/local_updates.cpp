@@ -185,7 +185,7 @@ LocalUpdates::~LocalUpdates() {
   for (auto& fragment : state_->fragments) {
     try {
       fragment.mean().wait();
-    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the group's next call reports it
+    } catch (...) {  // NOLINT(bugprone-empty-catch): the group's next call reports it
     }
   }
 }
