@@ -73,6 +73,12 @@ bool BackwardTracker::in_backward() {
   return torch::autograd::get_current_graph_task_id() >= 0;
 }
 
+// On a GPU the watch of a backward that has failed may live on for a moment: a forward that trains ends that step.
+bool BackwardTracker::under_way() {
+  const auto held = lock();
+  return !under_way_.expired() && (in_backward() || !torch::GradMode::is_enabled());
+}
+
 void BackwardTracker::note_forward() {
   if (turns_) turns_->forward();
 }

@@ -57,6 +57,8 @@ class BackwardTracker {
   [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
   // True while autograd runs a backward on this thread.
   static bool in_backward();
+  // Whether a backward that is watched runs still, and this is a hook of it or a thread that evaluates meanwhile.
+  bool under_way();
 
   // Call before a forward that records a graph. See GradientHooks.
   void renew_hooks() {

@@ -153,9 +153,9 @@ class Reducer final : private BackwardListener {
   void settle_failed_backward() {
     if (running() && step_->given_up) abandon();
   }
-  // Abandons a broken step, if there is one.
+  // Abandons a broken step, if there is one, but not one whose backward runs still: a hook may evaluate in it.
   void settle() {
-    if (broken()) abandon();
+    if (broken() && (entry_.failed || !tracker_.under_way())) abandon();
   }
   // Abandons a step that was begun and not finished, on all ranks; the peers get StepAbandoned. Collective with the
   // peers' step. Without such a step, only forgets gradients of local backwards.

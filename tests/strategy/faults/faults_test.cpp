@@ -252,6 +252,17 @@ TEST_P(Faults, BEY10_a_backward_after_one_that_failed_is_refused_until_the_step_
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
 }
 
+TEST_P(Faults, BEY10_an_evaluation_in_a_hook_of_backward_changes_nothing) {
+  Trainer trainer(GetParam());
+  trainer.step(0);
+  trainer.model->second->weight.register_hook([&](const at::Tensor&) {
+    const torch::NoGradGuard no_grad;
+    trainer.training.forward(batch(group().rank(), 10));
+  });
+  for (const int64_t step : {1, 2}) trainer.step(step);
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 2})), 1e-12);
+}
+
 TEST_P(Faults, BEY10_an_exception_in_the_loss_ends_the_step_on_all_where_abandon_step_is_called) {
   for (const int faulty : {0, group().size() - 1}) {
     Trainer trainer(GetParam());
