@@ -71,6 +71,8 @@ struct GroupProgress {
   std::shared_ptr<Transport> transport;
   // Operations in flight whose Work was destroyed by an exception.
   std::vector<std::unique_ptr<TransportWork>> left_behind;
+  // Issues the bucket of a Reducer that waits for the end of a backward.
+  std::weak_ptr<std::function<void()>> waiting_bucket{};
   const int pid = getpid();
   std::shared_ptr<GroupState> checks;  // group of the same ranks that compares calls; nullptr: no need
 };

@@ -83,6 +83,11 @@ bool BucketSet::all_frozen(size_t index) const {
   return std::all_of(members.begin(), members.end(), [this](size_t member) { return frozen_[member]; });
 }
 
+bool BucketSet::is_last(size_t index) const {
+  while (++index < buckets_.size() && all_frozen(index)) continue;
+  return index == buckets_.size();
+}
+
 bool BucketSet::any_trainable() const {
   return std::find(frozen_.begin(), frozen_.end(), false) != frozen_.end();
 }

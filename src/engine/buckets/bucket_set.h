@@ -41,6 +41,8 @@ class BucketSet {
   void set_frozen(std::vector<bool> frozen);
   bool frozen(size_t gradient) const { return frozen_[gradient]; }
   bool all_frozen(size_t index) const;
+  // Whether no bucket is reduced after this one.
+  bool is_last(size_t index) const;
   // Whether any gradient is not frozen.
   bool any_trainable() const;
 

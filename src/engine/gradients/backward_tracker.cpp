@@ -142,7 +142,7 @@ void BackwardTracker::ended(Watch& watch) {
 // Autograd destroys the watch of a backward that has thrown before the caller gets the exception. With a device's thread it may
 // be later, when another backward has begun.
 void BackwardTracker::failed(int64_t watch) noexcept {
-  if (watch != watches_ || phase_ != Phase::running) return;
+  if (watch != watches_ || phase_ == Phase::local) return;
   const torch::NoGradGuard no_grad;
   try {
     listener_.backward_failed();

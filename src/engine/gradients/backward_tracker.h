@@ -26,7 +26,8 @@ class BackwardListener {
   // End of a backward. A local one is idle again by then; after a synchronising one the listener enters `idle` itself.
   virtual void end_local_backward() = 0;
   virtual void end_backward() = 0;
-  // A synchronising backward has thrown, and its caller has not got control yet. Must not communicate.
+  // A backward has thrown that synchronises, or that has reached an output and no gradient. Its caller has not got control yet.
+  // Must not communicate.
   virtual void backward_failed() {}
   // Whether a backward that begins now would synchronise.
   virtual bool synchronises() const { return false; }

@@ -3,12 +3,14 @@
 #include "engine/reducer/reducer.h"
 
 #include <fmt/format.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "comm/group/coalesce.h"
 #include "comm/group/group_state.h"
@@ -146,6 +148,7 @@ void Reducer::begin_step(Step::From from) {
   tracker_.enter(BackwardTracker::Phase::running);
   step_.emplace(from, buckets_, options_.limits, last_.same_on_all);
   step_->early = early;
+  entry_.thrown = false;
   // A step that failed in forward keeps its mode, because its peers do.
   if (!entry_.failed) entry_.holding = callbacks.holds_back();
   for (size_t i = 0; i < gradients_.size(); ++i) {
@@ -214,11 +217,24 @@ void Reducer::mark_rest_ready() {
 
 void Reducer::issue_ready_buckets(bool last) {
   auto& schedule = step_->schedule;
+  // First what waits in another wrapper, so that the order of buckets is that in which they became full.
+  if (const auto waiting = std::exchange(state_of(group_)->progress->waiting_bucket, {}).lock()) (*waiting)();
   while (schedule.next_is_full() && callbacks.may_leave(last)) {
+    if (!last && waits_for_end(schedule.next())) return;
     if (!buckets_.all_frozen(schedule.next())) issue(schedule.next());
     schedule.pass_next();
     release_finished();
   }
+}
+
+// The last bucket leaves at the end of backward, because only it can say that the rest of the backward has failed, unless a trailer
+// follows it. That rest has no gradient of this reducer.
+bool Reducer::waits_for_end(size_t bucket) {
+  if (buckets_.trailer().defined() || !buckets_.is_last(bucket) || !BackwardTracker::in_backward()) return false;
+  const auto issue = std::make_shared<std::function<void()>>([this] { issue_ready_buckets(/*last=*/true); });
+  torch::autograd::Engine::get_default_engine().queue_callback([issue] {});  // keeps it while the backward runs
+  state_of(group_)->progress->waiting_bucket = issue;
+  return true;
 }
 
 double Reducer::issued_weight() const {

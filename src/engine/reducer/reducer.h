@@ -135,7 +135,7 @@ class Reducer final : private BackwardListener {
   // Whether this is what a communication hook threw here at the end of a step, which has ended on all ranks.
   bool has_ended_with(const std::exception_ptr& error) const { return error && error == last_.hook_error; }
   // Whether a step was begun here and neither finished nor abandoned.
-  bool broken() const { return entry_.failed || running(); }
+  bool broken() const { return entry_.failed || entry_.thrown || running(); }
   // Reduces the gradients of local backwards, without a backward. Collective.
   void reduce_now();
   // The two halves of reduce_now(), for reducers that take turns: issue all buckets; finish.
@@ -151,7 +151,7 @@ class Reducer final : private BackwardListener {
   // Abandons a step whose backward has failed on this rank. For an optimizer, whose own communication would meet that step's on the
   // other ranks.
   void settle_failed_backward() {
-    if (running() && step_->given_up) abandon();
+    if (entry_.thrown || (running() && step_->given_up)) abandon();
   }
   // Abandons a broken step, if there is one, but not one whose backward runs still: a hook may evaluate in it.
   void settle() {
@@ -237,6 +237,7 @@ class Reducer final : private BackwardListener {
   void mark_ready(size_t gradient);
   void mark_rest_ready();
   void issue_ready_buckets(bool last = false);
+  bool waits_for_end(size_t bucket);
   void issue(size_t bucket);
   void issue_trailer();
   double issued_weight() const;

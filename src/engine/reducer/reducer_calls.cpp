@@ -92,7 +92,7 @@ void Reducer::set_join_state(const std::optional<JoinState>& join_state) {
 void Reducer::abandon() {
   const auto lock = tracker_.lock();
   const torch::NoGradGuard no_grad;
-  if (!entry_.failed && !running()) {
+  if (!broken()) {
     tracker_.enter(BackwardTracker::Phase::idle);
     accumulated_.forget();
     accumulated_.sums().forget_held();

@@ -228,6 +228,10 @@ void Reducer::give_up_gradients(bool in_flight) {
 }
 
 void Reducer::backward_failed() {
+  if (!running()) {
+    entry_.thrown = entry_.expected;
+    return;
+  }
   give_up_gradients(/*in_flight=*/true);
 }
 

@@ -17,6 +17,7 @@ struct StepEntry {
   bool begun = false;     // by a micro-batch under no_sync
   bool expected = false;  // peers will finish the step or wait for it
   bool failed = false;    // this rank cannot finish it
+  bool thrown = false;    // its backward has thrown before the first gradient; another one may follow
   bool holding = false;   // its sums are held back
   DroppedForwards forwards{};
 };

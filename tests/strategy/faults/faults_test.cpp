@@ -3,13 +3,18 @@
 // decentralized_rules_test.cpp, gossip_faults_test.cpp and shard_gossip_test.cpp.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gmock/gmock.h>
+#include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <numeric>
 
+#include "shoal/ddp.h"
+#include "shoal/detail/call_log.h"
 #include "shoal/error.h"
 #include "shoal/local_updates.h"
 #include "tests/support/models.h"
@@ -25,7 +30,8 @@ using test::batch;
 using test::difference;
 using test::group;
 
-enum class Point { forward, first_gradient, last_gradient, collective };
+// before_gradients: of a backward that has reached the output. below: behind the module's last gradient.
+enum class Point { forward, before_gradients, first_gradient, last_gradient, below, collective };
 
 struct Injected : std::runtime_error {
   Injected() : std::runtime_error("injected") {}
@@ -34,18 +40,23 @@ struct Injected : std::runtime_error {
 struct FaultyImpl : test::MlpImpl {
   at::Tensor forward(at::Tensor x) {
     if (fail == Point::forward) throw Injected();
-    auto y = test::MlpImpl::forward(std::move(x)).pow(2).mean();
+    if (fail == Point::below) {
+      x = x.clone().requires_grad_() * 1;
+      fail_in_hook(x, Point::below);
+    }
+    auto y = test::MlpImpl::forward(std::move(x)).pow(2);
+    if (fail == Point::before_gradients) fail_in_hook(y, Point::before_gradients);
     fail_in_hook(third->weight, Point::first_gradient);
     fail_in_hook(first->weight, Point::last_gradient);
-    return y;
+    return y.mean();
   }
   std::optional<Point> fail;
 
  private:
-  void fail_in_hook(at::Tensor& parameter, Point point) {
+  void fail_in_hook(at::Tensor& tensor, Point point) {
     if (hooked || fail != point) return;
     hooked = true;
-    parameter.register_hook([this, point](const at::Tensor&) {
+    tensor.register_hook([this, point](const at::Tensor&) {
       if (fail == point) throw Injected();
     });
   }
@@ -159,6 +170,9 @@ void try_all(const std::string& strategy, const std::vector<int>& faulty) {
       }
     }
   }
+  for (const auto point : {Point::before_gradients, Point::below}) {
+    break_and_train_on(strategy, point, faulty, /*explicitly=*/false, /*from_the_start=*/false);
+  }
 }
 
 // Whether forwards gather parameters, so that all ranks must call as many.
@@ -250,6 +264,21 @@ TEST_P(Faults, BEY10_a_backward_after_one_that_failed_is_refused_until_the_step_
   trainer.training.abandon_step();
   trainer.step(1);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
+}
+
+TEST_P(Faults, BEY10_a_backward_that_failed_before_its_first_gradient_may_be_run_again) {
+  Trainer trainer(GetParam());
+  trainer.step(0);
+  trainer.training.zero_grad();
+  const bool here = group().rank() == 0;
+  if (here) trainer.model->fail = Point::before_gradients;
+  const auto loss = trainer.training.forward(batch(group().rank(), 1));
+  if (here) EXPECT_THROW(loss.backward({}, /*keep_graph=*/true), Injected);
+  trainer.model->fail.reset();
+  loss.backward();
+  trainer.training.step();
+  trainer.step(2);
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 2})), 1e-12);
 }
 
 TEST_P(Faults, BEY10_an_evaluation_in_a_hook_of_backward_changes_nothing) {
@@ -351,6 +380,52 @@ TEST_P(Faults, BEY10_zero_grad_after_a_failed_step_holds_for_what_was_before_it)
     zero_after_a_failure(GetParam(), Point::last_gradient, last, /*says_so=*/true, to_none);
     zero_after_a_failure(GetParam(), Point::forward, last, /*says_so=*/true, to_none);
   }
+}
+
+// The buckets of the upper one leave before the first one of the lower one, and before a failure below both.
+TEST(LocalFaults, BEY10_an_exception_below_two_wrappers_ends_the_step_on_all) {
+  auto log = std::make_shared<CallLog>();
+  const auto make = [&](int64_t in, int64_t out) { return std::make_shared<test::MlpImpl>(in, 16, out); };
+  torch::manual_seed(1);
+  const auto lower = make(12, 5);
+  const auto upper = make(5, 5);
+  const DistributedDataParallelOptions options{.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-4};
+  DistributedDataParallel first(lower, group().recorded(log), options);
+  DistributedDataParallel second(upper, group().recorded(log), options);
+  auto parameters = lower->parameters();
+  for (const auto& parameter : upper->parameters()) parameters.push_back(parameter);
+  torch::optim::SGD optimizer(parameters, 0.1);
+  for (int64_t step = 0; step < 5; ++step) {
+    optimizer.zero_grad();
+    const bool fails = step == 2 && group().rank() == 0;
+    auto x = batch(group().rank(), step).requires_grad_() * 1;
+    x.register_hook([fails](const at::Tensor&) {
+      if (fails) throw Injected();
+    });
+    const auto loss = second.forward(first.forward(x)).pow(2).mean();
+    log->clear();
+    try {
+      loss.backward();
+      optimizer.step();
+      EXPECT_NE(step, 2);
+    } catch (const std::exception& error) {
+      EXPECT_EQ(step, 2) << error.what();
+      continue;
+    }
+    std::vector<std::string> buckets;
+    for (const auto& record : log->records()) {
+      if (record.label.bucket >= 0) buckets.push_back(record.label.what);
+    }
+    ASSERT_GT(buckets.size(), 2U);
+    const auto upper_number = buckets.front().substr(0, buckets.front().find("'s "));
+    const auto is_upper = [&](const std::string& what) { return what.starts_with(upper_number); };
+    EXPECT_TRUE(std::is_partitioned(buckets.begin(), buckets.end(), is_upper)) << fmt::format("{}", buckets);
+    EXPECT_FALSE(is_upper(buckets.back()));
+  }
+  auto spread = torch::nn::utils::parameters_to_vector(parameters).detach().clone();
+  const auto own = spread.clone();
+  group().all_reduce(spread, ReduceOp::max).wait();
+  EXPECT_TRUE(spread.equal(own));
 }
 
 TEST_P(Faults, BEY10_ranks_that_are_a_step_apart_are_refused) {
