@@ -288,6 +288,19 @@ void Job::reap() {
     if (note_end(*child, status)) replaced.push_back(child->rank);
   }
   for (const int rank : replaced) replace(rank);
+  if (getpid() == 1) reap_orphans();
+}
+
+// Descendants of ranks whose parents have ended become children of the first process of a container.
+void Job::reap_orphans() {
+  siginfo_t found{};
+  while (waitid(P_ALL, 0, &found, WEXITED | WNOHANG | WNOWAIT) == 0 && found.si_pid != 0) {
+    const auto known = [&](const Child& child) { return child.running && child.pid == found.si_pid; };
+    const auto& children = ranks_.children();
+    if (found.si_pid == watcher_.pid() || std::any_of(children.begin(), children.end(), known)) return;
+    waitpid(found.si_pid, nullptr, 0);
+    found.si_pid = 0;
+  }
 }
 
 // Whether another one may take its place.

@@ -49,6 +49,7 @@ class Job {
   void end_late_newcomers();
   void end_overdue();
   void reap();
+  void reap_orphans();
   bool note_end(Child& child, int status);
   void note_stop(Child& child, int status);
   void note_interrupted_end(const Child& child, int status);

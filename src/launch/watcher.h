@@ -20,6 +20,7 @@ class Watcher {
   // Registers and removes a rank's process group. False if the watcher has ended: somebody has killed it.
   bool add(pid_t group) const;
   bool remove(pid_t group) const;
+  pid_t pid() const { return pid_; }
 
  private:
   bool tell(pid_t group) const;

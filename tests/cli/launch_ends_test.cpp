@@ -134,6 +134,22 @@ TEST(Launch, what_ranks_have_started_ends_with_the_job) {
   EXPECT_TRUE(living(pids).empty());
 }
 
+// The first process of a container becomes the parent of all whose own have ended.
+TEST(Launch, as_the_first_process_of_a_container_it_leaves_no_zombies) {
+  const std::vector<std::string> container{"unshare", "--pid", "--fork", "--mount-proc", "--kill-child"};
+  const auto in_container = [&](std::vector<std::string> command) {
+    command.insert(command.begin(), container.begin(), container.end());
+    return run(command, 60);
+  };
+  if (in_container({"true"}).code != 0) GTEST_SKIP() << "no namespaces of processes";
+  const auto ended = in_container({SHOAL, "launch", "-n", "2", "--", "sh", "-c",
+                                   "for i in 1 2 3; do (sleep 0.1 &); done; sleep 1; "
+                                   "echo zombies: $(cat /proc/[0-9]*/stat 2>/dev/null | grep -c '(sleep) Z 1 ')"});
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended, "[0] zombies: 0")) << ended.output;
+  EXPECT_TRUE(contains(ended, "[1] zombies: 0")) << ended.output;
+}
+
 // Among others by the kernel, which is short of memory.
 TEST(Launch, a_job_whose_watcher_is_killed_goes_on_and_leaves_nothing) {
   const TempFolder folder;
