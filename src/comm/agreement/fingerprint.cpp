@@ -91,8 +91,11 @@ std::optional<std::string> find_difference(const std::vector<const Fingerprint*>
   const auto& first = *prints[0];
   for (size_t rank = 1; rank < prints.size(); ++rank) {
     if (same(first, *prints[rank])) continue;
-    return fmt::format("ranks called different operations as #{}: rank {} called {}, rank {} called {}",
-                       first.number - 1, world_ranks[0], describe(first), world_ranks[rank], describe(*prints[rank]));
+    const bool buckets = first.bucket >= 0 && prints[rank]->bucket >= 0;
+    return fmt::format(
+        "ranks called different operations as #{}: rank {} called {}, rank {} called {}{}", first.number - 1,
+        world_ranks[0], describe(first), world_ranks[rank], describe(*prints[rank]),
+        buckets ? ". A rank that catches an exception and goes on calls abandon_step() of each wrapper" : "");
   }
   return std::nullopt;
 }
