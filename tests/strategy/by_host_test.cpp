@@ -436,7 +436,7 @@ TEST_F(ByHost, MEG01_refusals) {
 }
 
 // Ranks of a host may agree where hosts do not.
-TEST_F(ByHost, ZER01_gradients_beside_the_module_are_compared_over_hosts) {
+TEST_F(ByHost, OSS01_gradients_beside_the_module_are_compared_over_hosts) {
   const auto step = [](const World& world) {
     auto model = model_of(0);
     const auto beside = torch::ones({}, torch::dtype(at::kDouble).requires_grad(true));
