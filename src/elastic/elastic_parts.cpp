@@ -155,6 +155,10 @@ std::vector<at::Tensor> ElasticParts::divided() const {
   return list;
 }
 
+bool ElasticParts::finishes_alone() const {
+  return sharded_ == nullptr || ElasticAccess::has_second_owners(*sharded_);
+}
+
 std::string ElasticParts::why_one_host() const {
   if (sharded_ == nullptr || reducer()->reduction().hook() == nullptr) return "";
   return "a communication_hook or reduce_fp16 is not supported where shards are on several hosts, or ranks talk over "
