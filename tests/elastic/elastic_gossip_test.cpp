@@ -90,7 +90,7 @@ TEST_F(ElasticGossip, ELA12_what_would_not_outlive_a_rank_is_refused_by_name) {
     EXPECT_THAT(one.text,
                 testing::AllOf(testing::HasSubstr("overlap is off"),
                                testing::HasSubstr("make them with host_groups(world.group())"),
-                               testing::HasSubstr("each host of ShardGossipOptimizer, updates with its own")));
+                               testing::HasSubstr("with ShardGossipOptimizer each host, updates with its own")));
   }
 }
 

@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "shoal/call_log.h"
 #include "shoal/ddp.h"
-#include "shoal/detail/call_log.h"
 #include "shoal/error.h"
 #include "shoal/local_updates.h"
 #include "tests/support/models.h"
