@@ -66,6 +66,22 @@ def test_PY04_ctrl_c_ends_the_wait_at_the_end_of_summon_full_params():
     assert outcomes[1][0] and outcomes[1][1] < 0.3, outcomes[1]
 
 
+def test_PY04_ctrl_c_ends_the_wait_at_the_end_of_mean_parameters_of_shard_gossip():
+    def run(rank):
+        inside, across = shoal.distributed.host_groups()
+        model = shoal.nn.FullyShardedDataParallel(torch.nn.Linear(4, 4), inside)
+        optimizer = shoal.optim.ShardGossipOptimizer(model, across, torch.optim.SGD, lr=0.1)
+
+        def evaluate():
+            with optimizer.mean_parameters():
+                time.sleep(0 if rank == 1 else 3)
+
+        return seconds_until_interrupted(evaluate) if rank == 1 else evaluate()
+
+    outcomes = Ranks(run).outcomes(timeout=20)
+    assert outcomes[1][0] and outcomes[1][1] < 0.3, outcomes[1]
+
+
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])
 def test_PY04_ctrl_c_ends_the_wait_for_a_new_group(transport):
     options = shoal.distributed.Options(transport=transport)

@@ -376,8 +376,9 @@ TEST(ElasticLocal, ELA12_an_update_that_is_not_that_of_LocalUpdates_is_refused) 
     torch::optim::Adam of_other(other->parameters(), torch::optim::AdamOptions(0.01));
     LocalUpdates warming(other, of_other, world.group(), {.every = 2, .warmup_steps = 2});
     for (auto* updates : {&local, &warming}) {
-      if (refusal([&] { Elastic(world, *updates, {.keep_global_batch = 4}); }).find("keep_global_batch is for") ==
-          std::string::npos) {
+      if (refusal([&] {
+            Elastic(world, *updates, {.keep_global_batch = 4});
+          }).find("keep_global_batch needs gradients that are averaged over all ranks") == std::string::npos) {
         texts += "a kept batch was not refused";
       }
     }

@@ -148,7 +148,7 @@ class LocalUpdates(torch.optim.Optimizer):
         try:
             yield
         finally:
-            del scope
+            scope.end()
 
     def steps(self) -> int:
         """Number of steps so far, the warm-up included."""

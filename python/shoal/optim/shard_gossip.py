@@ -54,4 +54,4 @@ class ShardGossipOptimizer(Gossip, FullyShardedOptimizer):
         try:
             yield
         finally:
-            del scope
+            scope.end()

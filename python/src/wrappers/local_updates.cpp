@@ -34,7 +34,9 @@ LocalUpdatesOptions local_updates_options(const py::dict& given) {
 }  // namespace
 
 void bind_local_updates(py::module_& module) {
-  py::class_<MeanParameters, Held<MeanParameters>>(module, "MeanParameters");
+  py::class_<MeanParameters, Held<MeanParameters>>(module, "MeanParameters").def("end", [](MeanParameters& scope) {
+    unlocked([&] { scope.end(); });
+  });
   py::class_<LocalUpdates, Held<LocalUpdates>>(module, "LocalUpdatesCore");
   py::class_<LocalTraining, Held<LocalTraining>>(module, "LocalUpdates")
       .def(py::init(

@@ -164,8 +164,8 @@ bool Generations::admit(int most_ranks, const std::string& why_one_host) {
       } else if (ranks >= joins_->most_ranks()) {
         refuse({member}, fmt::format("the job has {} ranks, the most that --elastic allows", ranks));
       } else if (ranks >= most_ranks) {
-        refuse({member}, fmt::format("its global batch is kept in {0} shares, so it has at most {0} ranks: give "
-                                     "ElasticOptions::shares more",
+        refuse({member}, fmt::format("its global batch is kept in {0} slices, so it has at most {0} ranks: give "
+                                     "ElasticOptions::batch_slices more",
                                      most_ranks));
       } else if (joins_->claim(member)) {
         admitted.push_back(member);

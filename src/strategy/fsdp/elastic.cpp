@@ -71,7 +71,7 @@ void FullyShardedCore::compute_shares(bool now) {
   if (now && shards_->pager && shards_->options.check_unit_order) {
     refuse(
         "check_unit_order compares the passes of all ranks, which with keep_global_batch are more on ranks that "
-        "compute one share more: leave one of them out");
+        "compute one slice more: leave one of them out");
   }
   // While all ranks are here: a pass of a share that only some compute must not have to ask the others.
   if (now && shards_->pager) adopt_changes(/*training=*/false);

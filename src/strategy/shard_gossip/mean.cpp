@@ -21,13 +21,7 @@ void ShardGossipOptimizerCore::global_avg() {
 
 MeanParameters ShardGossipOptimizerCore::mean_parameters() {
   hold_mean();
-  return MeanParameters({}, [this] {
-    try {
-      hold_own();
-    } catch (const Error&) {  // a rank of this host has ended: the next step reports that
-      restore_own();
-    }
-  });
+  return MeanParameters({}, [this] { hold_own(); });
 }
 
 void ShardGossipOptimizerCore::hold_mean() {
@@ -71,7 +65,12 @@ void ShardGossipOptimizerCore::restore_own() {
 
 void ShardGossipOptimizerCore::hold_own() {
   const torch::NoGradGuard no_grad;
-  state().group.barrier(state().label("end of the mean")).wait();  // ranks of this host may still read it
+  try {
+    state().group.barrier(state().label("end of the mean")).wait();  // ranks of this host may still read it
+  } catch (...) {
+    restore_own();
+    throw;
+  }
   restore_own();
   state().publish();
 }

@@ -26,7 +26,7 @@ TEST(Fsdp, FSDP01_hybrid_takes_the_ranks_of_each_host_wherever_they_are) {
   EXPECT_EQ(by_host({0, 0, 1, 1}), (Groups{{0, 1}, {2, 3}}));
   EXPECT_EQ(by_host({0, 1, 2}), (Groups{{0}, {1}, {2}}));
   EXPECT_EQ(by_host({0, 1, 0, 1}, 2), (Groups{{0, 1}, {2, 3}})) << "in a row if so told";
-  const auto place = place_of({{0, 2}, {1, 3}}, 3);
+  const auto place = hybrid_ranks({{0, 2}, {1, 3}}, 3);
   EXPECT_EQ(place.inside, (std::vector<int>{1, 3}));
   EXPECT_EQ(place.across, (std::vector<int>{2, 3}));
   EXPECT_THAT(refusal([&] { by_host({0, 1, 0, 0}); }), HasSubstr("host 0 has rank 0, 2, 3; host 1 has rank 1"));
