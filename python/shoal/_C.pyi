@@ -66,6 +66,9 @@ def join_world(store: Store, rank: int, size: int, timeout: timedelta, transport
 def find_place() -> tuple[int, int, str, int, str]:
     """Rank, size, and the store's address and port, as the launcher says; and how it said so ("alone": no launcher)."""
 
+def refuse_leftover_rank() -> None:
+    """UsageError if variables that are left over make this rank of a launcher's several a world of its own."""
+
 def joins_a_job() -> bool:
     """Whether this process is to join an elastic job that runs already."""
 

@@ -99,6 +99,8 @@ def _create_backend(options, backend_options: Options | None) -> dist.Backend:
     else:
         _timeout, _excepthook = options.timeout, sys.excepthook
         transport = (backend_options or Options()).transport
+        if options.group_size == 1 and not _alone:
+            _C.refuse_leftover_rank()
         group = _C.join_world(options.store, options.group_rank, options.group_size, options.timeout, transport)
     return _C.make_backend(group, options.timeout)
 

@@ -2,8 +2,9 @@
 
 model = shoal.nn.DistributedDataParallel(net, communication_hook=shoal.hooks.bf16_compress_hook())
 
-A hook with error feedback, or one that counts steps, serves one wrapper at a time: make one for each. Settings are those of the C++ library (hooks.h) and, where PyTorch has them, of
-torch.distributed.algorithms.ddp_comm_hooks; they must be equal on all ranks (DisagreeError).
+A hook with error feedback, or one that counts steps, serves one wrapper at a time: make one for each. Settings are those
+of the C++ library (hooks.h) and, where PyTorch has them, of torch.distributed.algorithms.ddp_comm_hooks; they must be
+equal on all ranks (DisagreeError).
 """
 
 from __future__ import annotations

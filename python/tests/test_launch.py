@@ -153,6 +153,17 @@ def test_PY08_one_rank_needs_no_address(monkeypatch):
     dist.destroy_process_group()
 
 
+def test_PY08_left_over_variables_make_no_rank_of_mpirun_a_world_of_its_own(monkeypatch):
+    for key in [key for key in os.environ if key.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(key)
+    left = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, value in {**left, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    for url in ("env://", "shoal://"):
+        with pytest.raises(shoal.UsageError, match="unset RANK and WORLD_SIZE to train together"):
+            dist.init_process_group("shoal", init_method=url)
+
+
 def trains_in_a_notebook(scale):
     dist.init_process_group("shoal")
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ HERE = os.path.join(ROOT, "scripts", "docs")
 VENV = os.path.join(ROOT, ".venv-docs")
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 # Not for users: what they inherit from is.
-HIDDEN = {"call", "call_log", "local_optimizer", "optimizer_base", "range", "register_state", "shoal"}
+HIDDEN = {"call", "local_optimizer", "optimizer_base", "range", "shoal"}
 
 
 def missing(install):

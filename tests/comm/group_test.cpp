@@ -117,6 +117,14 @@ TEST(Group, a_mean_is_right_where_the_sum_is_beyond_the_range) {
   }
 }
 
+TEST(Group, a_mean_of_the_smallest_16_bit_numbers_has_all_digits) {
+  for (const double value : {17 * 0x1p-24, 2 * 0x1p-24}) {
+    auto tensor = at::full({20}, value, at::kHalf);
+    group().all_reduce(tensor, ReduceOp::avg).wait();
+    EXPECT_TRUE(at::equal(tensor, at::full({20}, value, at::kHalf))) << tensor[0].item<double>() / value;
+  }
+}
+
 TEST(Group, reduce_gives_the_root_the_sum) {
   for (int root = 0; root < group().size(); ++root) {
     auto tensor = input(group().rank(), 9);

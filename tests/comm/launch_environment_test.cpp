@@ -253,11 +253,12 @@ TEST(LaunchEnvironment, one_rank_by_leftovers_and_several_by_the_launcher_are_re
   EXPECT_NE(refusal(with(alone_by_mpi, task)).find("unset OMPI_COMM_WORLD_RANK"), std::string::npos);
   EXPECT_NE(refusal(with(left, task)).find("SLURM_PROCID=1 and SLURM_NTASKS=2"), std::string::npos);
   // Launchers of one rank inside of others say who they are; shells of Slurm are no tasks; and others agree.
-  EXPECT_EQ(find(with(with(left, mpirun), {{"SHOAL_JOB_ID", "day"}})).size, 1);
+  EXPECT_EQ(find(with(with(left, mpirun), {{"TORCHELASTIC_RUN_ID", "day"}})).size, 1);
   EXPECT_EQ(find(with(with(left, task), {{"TORCHELASTIC_RUN_ID", "night"}})).size, 1);
   EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}})).size, 1);
   EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_STEP_ID", "4294967290"}})).size, 1);
   EXPECT_EQ(find(with(left, alone_by_mpi)).size, 1);
+  EXPECT_NE(refusal(with(with(left, mpirun), {{"SHOAL_JOB_ID", "of all ranks"}})), "");
   EXPECT_EQ(find(with(left, {{"OMPI_COMM_WORLD_SIZE", "2"}})).size, 1);
 }
 

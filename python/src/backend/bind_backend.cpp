@@ -40,6 +40,11 @@ auto find_place() {
   return std::make_tuple(place.rank, place.size, std::move(place.address), place.port, std::move(place.source));
 }
 
+// UsageError if variables that are left over make this rank a world of its own.
+void refuse_leftover_rank() {
+  refuse_contradiction(process_environment());
+}
+
 // Whether this process is to join an elastic job that runs already.
 bool joins_a_job() {
   return find_join(process_environment()).number.has_value();
@@ -64,6 +69,7 @@ void bind_backend(py::module_& module) {
   module.def("join_world", &join_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("transport"), ReleaseGil());
   module.def("find_place", &find_place);
+  module.def("refuse_leftover_rank", &refuse_leftover_rank);
   module.def("joins_a_job", &joins_a_job);
   module.def("make_backend", &make_backend, py::arg("group"), py::arg("timeout"), ReleaseGil());
   module.def("group_of_backend", &group_of_backend, py::arg("backend"));

@@ -52,7 +52,7 @@ int port_from(const std::string& job) {
 // A value that is left over from elsewhere would make each process of a launcher a training of its own. Launchers of ranks
 // within another launcher's process say who they are.
 void refuse_contradiction(const Source& chosen, const Environment& environment) {
-  if (environment("SHOAL_JOB_ID") || environment("TORCHELASTIC_RUN_ID")) return;
+  if (environment("TORCHELASTIC_RUN_ID")) return;
   for (const auto* other = &chosen + 1; other != std::end(sources); ++other) {
     const auto rank = environment(other->rank);
     const auto size = environment(other->size);
@@ -142,6 +142,11 @@ std::string find_name(const Placement& placement, const Environment& environment
 }
 
 }  // namespace
+
+void refuse_contradiction(const Environment& environment) {
+  const auto& first = sources[0];
+  if (environment(first.rank) && environment(first.size) == "1") refuse_contradiction(first, environment);
+}
 
 std::string store_name(const Placement& placement) {
   return placement.port > 0 ? fmt::format("{}:{}", placement.address, placement.port) : placement.address;

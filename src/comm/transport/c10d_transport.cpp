@@ -213,15 +213,20 @@ class C10dTransport : public Transport {
                                          call.outputs[0].view({-1}), backend_->getSize(), call.reduce);
   }
 
-  // libtorch's Gloo would divide the sum, which may be beyond the range where the mean is not. A power of 2 loses no digits.
+  // libtorch's Gloo would divide the sum, which may be beyond the range where the mean is not. A power of 2 loses no digits, and in
+  // float32 the smallest 16-bit numbers keep theirs, too.
   std::unique_ptr<TransportWork> average(const Call& call) {
     const auto ranks = static_cast<unsigned>(backend_->getSize());
     const double scale = 1.0 / std::bit_ceil(ranks);
+    const bool in_place = call.outputs.empty();
+    const auto to = normal(in_place ? call.inputs[0] : call.outputs[0]);
+    const bool narrow = to.element_size() == 2;
     Call sum = call;
     sum.reduce = ReduceOp::sum;
-    for (auto& input : sum.inputs) input = normal(input) * scale;
-    const auto result = call.outputs.empty() ? sum.inputs[0] : normal(call.outputs[0]);
-    const auto finish = [result, to = normal(call.outputs.empty() ? call.inputs[0] : call.outputs[0]), ranks, scale] {
+    for (auto& input : sum.inputs) input = (narrow ? normal(input).to(at::kFloat) : normal(input)) * scale;
+    if (!in_place && narrow) sum.outputs = {to.to(at::kFloat)};
+    const auto result = in_place ? sum.inputs[0] : normal(sum.outputs[0]);
+    const auto finish = [result, to, ranks, scale] {
       const auto mean = result / static_cast<double>(ranks) / scale;
       at::Tensor(to).copy_(
           at::where(result.isfinite(), mean.nan_to_num(), mean));  // rounded up, it may be beyond the range

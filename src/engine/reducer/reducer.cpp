@@ -3,7 +3,6 @@
 #include "engine/reducer/reducer.h"
 
 #include <fmt/format.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -231,9 +230,8 @@ void Reducer::issue_ready_buckets(bool last) {
 // follows it. That rest has no gradient of this reducer.
 bool Reducer::waits_for_end(size_t bucket) {
   if (buckets_.trailer().defined() || !buckets_.is_last(bucket) || !BackwardTracker::in_backward()) return false;
-  const auto issue = std::make_shared<std::function<void()>>([this] { issue_ready_buckets(/*last=*/true); });
-  torch::autograd::Engine::get_default_engine().queue_callback([issue] {});  // keeps it while the backward runs
-  state_of(group_)->progress->waiting_bucket = issue;
+  step_->issues_last = std::make_shared<std::function<void()>>([this] { issue_ready_buckets(/*last=*/true); });
+  state_of(group_)->progress->waiting_bucket = step_->issues_last;
   return true;
 }
 

@@ -100,6 +100,7 @@ void Reducer::abandon() {
     return;
   }
   entry_.failed = true;
+  if (running()) step_->issues_last.reset();
   note(group_, fmt::format("gave up step {}", steps_));
   try {
     callbacks.before_writing();

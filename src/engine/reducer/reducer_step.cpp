@@ -208,6 +208,7 @@ void Reducer::close_step() {
 // step ends.
 void Reducer::give_up_gradients(bool in_flight) {
   if (!running() || std::exchange(step_->given_up, true)) return;
+  step_->issues_last.reset();
   const bool everywhere = reduction_->plan().everywhere();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     const auto index = buckets_.places()[i].bucket;

@@ -2,6 +2,8 @@
 // State of a Reducer's step: made when the step begins, destroyed when it ends or is abandoned.
 
 #include <exception>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -53,6 +55,7 @@ struct Step {
   BucketSchedule schedule;
   std::vector<std::optional<SparseSum>> sparse;  // by bucket
   Work trailer_work;
+  std::shared_ptr<std::function<void()>> issues_last{};  // see Reducer::waits_for_end()
 
   // By gradient.
   std::vector<at::Tensor> untouched;  // former grad() that this rank did not touch, to be restored if no rank did
