@@ -73,7 +73,7 @@ class WithOSS : public Wrapped {
  private:
   // A lone rank may have sparse gradients. Others could neither finish its update with them nor make it a second time.
   std::string why_not_dense() const {
-    if (oss_ == nullptr || !ElasticAccess::shards_across_hosts(*oss_)) return "";
+    if (oss_ == nullptr || (oss_->group().size() == 1 && !ElasticAccess::shards_across_hosts(*oss_))) return "";
     for (const auto& entry : tensors().parameters) {
       if (!entry.sparse_gradient || !ElasticAccess::has_owner(*oss_, entry.tensor)) continue;
       return fmt::format(

@@ -229,6 +229,26 @@ TEST(ElasticEnd, ELA01_a_rank_ends_in_a_save_in_the_background_and_the_next_one_
   }
 }
 
+TEST(ElasticEnd, ELA01_saves_go_on_after_a_recovery_in_which_nobody_has_ended) {
+  const test::TempFolder folder;
+  const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
+    alarm(30);
+    const Model model(Trained(), world.group(), 1);
+    auto training = model.training();
+    const auto elastic = model.wrapped.elastic(world, ElasticOptions{.on_change = [](const ElasticChange&) {}});
+    while (elastic->steps() < 2) {
+      const auto compute = [&] { model.backward(elastic->steps(), world.rank()); };
+      if (!elastic->step(2, compute, [&] { model.wrapped.step(); })) continue;
+      model.wrapped.optimizer->zero_grad();
+      elastic->together([&] { save(folder.path(), training, {.step = elastic->steps()}); });
+      if (elastic->steps() == 1) elastic->recover();
+    }
+    return "";
+  });
+  for (const auto& rank : ended) EXPECT_EQ(rank.text, "");
+  EXPECT_TRUE(std::filesystem::exists(folder.path() / "step-2"));
+}
+
 size_t entries_in(const char* folder) {
   const std::filesystem::directory_iterator entries(folder);
   return static_cast<size_t>(std::distance(begin(entries), end(entries)));

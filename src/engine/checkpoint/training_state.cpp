@@ -8,6 +8,8 @@
 #include "checkpoint/folder.h"
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
 #include "comm/store/warn.h"
 #include "engine/checkpoint/loader.h"
 #include "engine/checkpoint/names.h"
@@ -42,14 +44,17 @@ CheckpointSaver& TrainingState::State::saver_for(const std::filesystem::path& gi
   auto folder = std::filesystem::absolute(given, error);  // the program may change its folder during a background save
   if (error) folder = given;
   const auto now = source->group();
-  if (saver) {
-    const bool fits = group->name() == now.name() && group->size() == now.size() && run == folder &&
-                      keep_last == options.keep_last && snapshot_mb == options.snapshot_mb;
+  // In an elastic job ranks that have come have none, and that of the others may be of ranks that have ended.
+  const bool elastic = state_of(now)->world->watch != nullptr;
+  if (saver || elastic) {
+    const bool fits = saver && state_of(*group)->progress->ended.text().empty() && group->name() == now.name() &&
+                      group->size() == now.size() && run == folder && keep_last == options.keep_last &&
+                      snapshot_mb == options.snapshot_mb;
     // A relative folder may be another one on some ranks, where the program has changed its own.
     const auto other =
         now.all_reduce(fits ? 0.0 : 1.0, ReduceOp::max, {-1, -1, "whether a checkpoint's folder is the last one's"});
     if (other == 0) return *saver;
-    wait();
+    if (saver) wait();
   }
   group = now;
   run = folder;

@@ -69,8 +69,9 @@ void BufferSync::after_forward() {
 
 void BufferSync::before_evaluation(const Group& group, const std::vector<NamedTensor>& buffers, int lead,
                                    int64_t step) {
-  if (std::exchange(evaluated_, step) == step || !broadcast_ || hook_) return;
+  if (evaluated_ == step || !broadcast_ || hook_) return;
   sync(group, buffers, lead, step, "buffers, for an evaluation (on one rank alone, call the module's own forward)");
+  evaluated_ = step;
 }
 
 void BufferSync::complete() {

@@ -28,6 +28,9 @@ class BufferSync {
   // that rank 0 saves. Collective then.
   void before_evaluation(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
 
+  // The next evaluation broadcasts. For ranks that have changed: some may have done so, and others not.
+  void forget_evaluation() { evaluated_ = -1; }
+
  private:
   void sync(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step, const char* what);
 

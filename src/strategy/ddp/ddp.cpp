@@ -157,6 +157,7 @@ void DistributedDataParallelCore::regroup(const Group& group, int64_t step, bool
   if (moved || now.group.size() == 1) now.watch.note();
   now.group = group;
   now.entered = false;
+  now.buffers.forget_evaluation();
   now.left_over.reset();
   now.remake_reducer(nullptr, {});
   if (auto* hook = now.reducer->reduction().hook()) hook->reset();

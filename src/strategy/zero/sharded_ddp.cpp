@@ -353,6 +353,7 @@ void ShardedDataParallelCore::regroup(int64_t step) {
   state.group = sharding_->optimizers.front()->job();
   sharding_->take(groups_of(sharding_->optimizers, state.group));
   state.entered = false;
+  state.buffers.forget_evaluation();
   sharding_->owners.clear();  // nothing is left; the former reducer stays until there is another one: this may fail
   share();
   state.reducer->count_from(step);
