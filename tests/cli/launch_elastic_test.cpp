@@ -77,8 +77,9 @@ TEST(Launch, ELA06_no_rank_is_replaced_after_three_in_a_row_that_have_not_joined
 TEST(Launch, ELA06_a_replacement_that_cannot_be_started_costs_the_job_nothing) {
   const TempFolder folder;
   const auto program = (folder.path() / "program").string();
-  std::ofstream(program) << "#!/bin/sh\n[ $RANK = 1 ] && { rm " << program
-                         << "; kill -9 $$; }\nsleep 1\necho rank $RANK is done\n";
+  const auto begun = (folder.path() / "begun").string();  // rank 0 has opened the program
+  std::ofstream(program) << "#!/bin/sh\n[ $RANK = 1 ] && { while [ ! -e " << begun << " ]; do sleep 0.05; done; rm "
+                         << program << "; kill -9 $$; }\n: > " << begun << "\nsleep 1\necho rank $RANK is done\n";
   ASSERT_EQ(std::system(("chmod +x " + program).c_str()), 0);
   const auto ended = launch({"-n", "2", "--elastic", "1:2", "--max-restarts", "3", "--", program});
   EXPECT_EQ(ended.code, 0) << ended.output;

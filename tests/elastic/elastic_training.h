@@ -362,10 +362,9 @@ template <class Module>
 Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, const Group& group) {
   return with_optimizer(trained, [&]<class Local>(Local*, const auto& options) {
     Wrapped wrapped;
+    const auto dtype = net->parameters().front().scalar_type();
     const auto keep = [&](auto parallel) {
-      wrapped.forward = [to = parallel.get(), dtype = trained.module_dtype()](const at::Tensor& x) {
-        return to->forward(x.to(dtype));
-      };
+      wrapped.forward = [to = parallel.get(), dtype](const at::Tensor& x) { return to->forward(x.to(dtype)); };
       wrapped.parallel = std::move(parallel);
     };
     if (trained.is_megatron()) {
