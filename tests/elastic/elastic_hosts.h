@@ -23,7 +23,7 @@ inline const ElasticOptions quick{.silent_host_seconds = 1.5};
 inline WorldOptions over(const std::string& transport) {
   WorldOptions options;
   options.transport = transport;
-  options.timeout_seconds = 4;
+  options.timeout_seconds = 8;  // more than a busy machine keeps a rank waiting for
   return options;
 }
 
