@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "comm/gossip/channel.h"
+#include "comm/gossip/connection.h"
 #include "comm/gossip/frame.h"
 #include "comm/gossip/shared_channel.h"
 #include "comm/group/group_state.h"
@@ -233,6 +234,41 @@ TEST_F(Channel, DEC17_a_version_can_be_read_again_until_another_is) {
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 2), here, 2);
 }
 
+// A rank's first message to another; the other ends the connection before it has answered.
+class CutGreeting {
+ public:
+  CutGreeting() {
+    connection_.put({.kind = FrameKind::hello});
+    EXPECT_TRUE(advance());
+  }
+  // The rank calls once more, and is heard.
+  void expect_second_call() {
+    { const auto ended = accepted(); }
+    EXPECT_TRUE(advance()) << "calls again";
+    const auto called = accepted();
+    Handshake handshake(job_, Handshake::Side::called, key);
+    for (int turn = 0; turn < 4; ++turn) {
+      handshake.advance(called);
+      EXPECT_TRUE(advance());
+    }
+    EXPECT_EQ(handshake.advance(called), Handshake::State::done);
+    EXPECT_TRUE(connection_.idle()) << "the message is sent";
+  }
+
+ private:
+  static constexpr uint64_t key = 7;
+  bool advance() { return connection_.advance(place_of(listening_), job_, key); }
+  Descriptor accepted() const {
+    Descriptor socket(accept4(listening_.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    EXPECT_TRUE(socket.open());
+    return socket;
+  }
+
+  const JobIdentity job_{"night", "0123456789abcdef0123456789abcdef"};
+  const Descriptor listening_ = listen_for_peers("127.0.0.1");
+  OutgoingConnection connection_;
+};
+
 // For longer than a host may be silent: the host answers in its place, and the buffers between the two are full.
 TEST_F(Channel, DEC17_a_rank_that_stands_still_for_long_is_late_and_not_lost) {
   if (group().size() != 2 || channel->address().starts_with(shared_memory)) GTEST_SKIP() << "no sockets between two";
@@ -244,7 +280,9 @@ TEST_F(Channel, DEC17_a_rank_that_stands_still_for_long_is_late_and_not_lost) {
   const auto no_use = [](const at::Tensor&) {};
   if (reads()) {
     EXPECT_READ(large->read(0, 1, source(), patience, no_use), here, 1);
+    CutGreeting greeting;
     std::raise(SIGSTOP);
+    greeting.expect_second_call();
   } else {
     show_large(1);
     const auto& reader = state_of(group())->world->meeting.peers[0].process;

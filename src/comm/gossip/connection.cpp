@@ -33,7 +33,8 @@ bool OutgoingConnection::advance(const std::string& place, const JobIdentity& jo
 }
 
 // Calls again if the peer ends the connection before the handshake is complete: a peer with too many visitors ends the
-// oldest, and where strangers call all the time that may be this rank, several times.
+// oldest, and where strangers call all the time that may be this rank, several times. A rank that stood still meanwhile
+// has called once in all that time, so the last calls count as well as the time.
 Handshake::State OutgoingConnection::greet(const std::string& place, const JobIdentity& job, uint64_t key) {
   constexpr std::chrono::seconds time_to_be_heard(15);
   constexpr int most_calls_in_vain = 3;
@@ -50,8 +51,8 @@ Handshake::State OutgoingConnection::greet(const std::string& place, const JobId
     const auto state = handshake_->advance(socket_);
     if (state == Handshake::State::done || state == Handshake::State::under_way) return state;
     socket_ = Descriptor();
-    if (state == Handshake::State::unreachable && ++calls_in_vain_ == most_calls_in_vain) return state;
-    if (std::chrono::steady_clock::now() - *first_call_ > time_to_be_heard) return state;
+    const bool had_time = std::chrono::steady_clock::now() - *first_call_ > time_to_be_heard;
+    if ((state == Handshake::State::unreachable || had_time) && ++calls_in_vain_ == most_calls_in_vain) return state;
   }
 }
 

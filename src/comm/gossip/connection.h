@@ -46,7 +46,7 @@ class OutgoingConnection {
   std::optional<Handshake> handshake_;  // with the present peer of the socket
   std::optional<HostWatch> host_;       // from the end of the handshake on
   std::optional<std::chrono::steady_clock::time_point> first_call_;
-  int calls_in_vain_ = 0;  // that reached nobody
+  int calls_in_vain_ = 0;  // that reached nobody, or came late
   std::deque<Item> queue_;
   size_t sent_ = 0;  // bytes sent of the first item, including its frame
   std::chrono::steady_clock::time_point moved_{};
