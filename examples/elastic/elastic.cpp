@@ -1,5 +1,6 @@
-// Two spirals told apart by a small network, in an ordinary loop that goes on when ranks are killed, with the losses of a
-// run in which none is. Six lines, which are numbered, make it elastic; behind the number is what a plain loop has there.
+// Two spirals told apart by a small network, in an ordinary loop that goes on when ranks are killed, with the losses of
+// a run in which none is. Six lines, which are numbered, make it elastic; behind the number is what a plain loop has
+// there.
 //
 //   cmake -S . -B build -DCMAKE_PREFIX_PATH="SHOAL_PREFIX;LIBTORCH" && cmake --build build
 //   shoal launch -n 3 --elastic 1 -- build/elastic 500      # and meanwhile: kill -9 one of its processes

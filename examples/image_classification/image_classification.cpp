@@ -1,11 +1,12 @@
-// ResNet-18 on Fashion-MNIST with DistributedDataParallel. Every rank trains on its own part of the images and evaluates
-// its own part of the test set.
+// ResNet-18 on Fashion-MNIST with DistributedDataParallel. Every rank trains on its own part of the images and
+// evaluates its own part of the test set.
 //
 //   cmake -S . -B build -DCMAKE_PREFIX_PATH="SHOAL_PREFIX;LIBTORCH" && cmake --build build
 //   mkdir fashion; for f in /usr/share/datasets/fashion-mnist/*.gz; do zcat $f > fashion/$(basename $f .gz); done
 //   shoal launch -n 2 -- build/image_classification fashion 3
 //
-// Arguments: folder with the four files of MNIST or Fashion-MNIST, epochs (3), largest number of steps in an epoch (all).
+// Arguments: folder with the four files of MNIST or Fashion-MNIST, epochs (3), largest number of steps in an epoch
+// (all).
 
 #include <shoal/shoal.h>
 #include <torch/torch.h>

@@ -62,8 +62,8 @@ decltype(auto) without_holder(Part& part) {
 // (ShardedDataParallel, OSS), (DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer),
 // (DecentralizedDataParallel), (LocalUpdates), (FullyShardedDataParallel, ShardGossipOptimizer, group of all ranks of
 // all hosts), and (module, optimizer, group) if all ranks hold the same values, for example in a group of one rank.
-// They must outlive the object. UsageError for a sharded optimizer among the parts of a whole one, also by a reference to
-// its base class. Not collective. Not thread-safe.
+// They must outlive the object. UsageError for a sharded optimizer among the parts of a whole one, also by a reference
+// to its base class. Not collective. Not thread-safe.
 //
 // It has the state of this optimizer alone. With several OSS under one ShardedDataParallel, or an optimizer each for
 // parts of a model, make a TrainingState for each, and save each to a folder of its own.
@@ -85,8 +85,8 @@ class TrainingState {
   TrainingState& with(torch::optim::LRScheduler& schedule);
   TrainingState& with(torch::optim::ReduceLROnPlateauScheduler& schedule);
 
-  // Waits for a background save and throws its error. One that is cut off by a change of the ranks of an elastic job is only
-  // a warning: the next one is made by those that are left. Collective.
+  // Waits for a background save and throws its error. One that is cut off by a change of the ranks of an elastic job is
+  // only a warning: the next one is made by those that are left. Collective.
   void wait();
   // True while a background save is running. Not collective.
   bool saving() const;
@@ -139,21 +139,22 @@ struct Loaded {
   bool exact = false;      // same strategy and number of ranks, and no differences: training continues as if it had not
                            // been interrupted
   std::string position{};  // position that this rank passed to save(); with another number of ranks, that of rank 0
-  // Differences in options of param groups, schedules and scaler between the checkpoint and the training, and parameters
-  // that were not trained there, whose optimizer state begins anew; one sentence each.
+  // Differences in options of param groups, schedules and scaler between the checkpoint and the training, and
+  // parameters that were not trained there, whose optimizer state begins anew; one sentence each.
   std::vector<std::string> differences{};
 };
 
 // Loads a checkpoint of any strategy and number of ranks. `path`: the folder of a run (its latest checkpoint), a
-// checkpoint, a safetensors file, a Hugging Face folder, or a .pt file of Python's torch.save. Of a .pt file only tensors
-// are read: those of a state_dict under their names, those of dictionaries and lists in it as "model.fc.weight"; no code
-// runs. Each rank reads what it owns. A tied tensor may have any of its names there, or several if the values are equal. Floating-point values
-// are converted to the dtype of their destination. Param groups get the options that their parameters had, even if the
-// groups were different; exceptions, and options that LoadOptions exclude, are listed in `differences` (with a warning,
-// unless they were excluded). The state of random number generators, and buffers that differ between ranks, are
-// restored if the number of ranks is the same; otherwise buffers are rank 0's, and the generators are unchanged. So are
-// parameters that a wrapper ignores, and frozen ones that differ between ranks (docs/checkpoints.md).
-// Gradients stay; where ranks hold shards, those from before the load have to be dropped with zero_grad(). Collective.
+// checkpoint, a safetensors file, a Hugging Face folder, or a .pt file of Python's torch.save. Of a .pt file only
+// tensors are read: those of a state_dict under their names, those of dictionaries and lists in it as
+// "model.fc.weight"; no code runs. Each rank reads what it owns. A tied tensor may have any of its names there, or
+// several if the values are equal. Floating-point values are converted to the dtype of their destination. Param groups
+// get the options that their parameters had, even if the groups were different; exceptions, and options that
+// LoadOptions exclude, are listed in `differences` (with a warning, unless they were excluded). The state of random
+// number generators, and buffers that differ between ranks, are restored if the number of ranks is the same; otherwise
+// buffers are rank 0's, and the generators are unchanged. So are parameters that a wrapper ignores, and frozen ones
+// that differ between ranks (docs/checkpoints.md). Gradients stay; where ranks hold shards, those from before the load
+// have to be dropped with zero_grad(). Collective.
 //
 // Throws on every rank: UsageError, which names the tensors, for tensors that are missing, unexpected or of another
 // shape, and for the state of another optimizer; nothing has changed then. CheckpointError for file errors. If a

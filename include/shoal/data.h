@@ -35,13 +35,13 @@ struct DistributedSamplerOptions {
 // `seed + epoch`; rank r takes its places r, r + num_replicas, r + 2 * num_replicas, ... These are the indices that
 // Python's DistributedSampler gives for the same seed, epoch and sizes.
 //
-// libtorch's DistributedRandomSampler is another one: without repetitions it leaves out the same samples in every epoch,
-// with more than twice as many ranks as samples it gives indices beyond the end, and its only seed is the epoch.
+// libtorch's DistributedRandomSampler is another one: without repetitions it leaves out the same samples in every
+// epoch, with more than twice as many ranks as samples it gives indices beyond the end, and its only seed is the epoch.
 //
 // Usable as torch::data::samplers::Sampler<>. A data loader works on a copy of the sampler, made when the loader is
-// made. Its reset() takes the epoch and the place that set_epoch() and seek() have named since in the sampler that it was
-// copied from, unless they have been called of the copy itself. Where the ranks of an elastic job have changed since, it is a
-// UsageError: it would take samples twice, and others never. Copyable. Not collective. Not thread-safe.
+// made. Its reset() takes the epoch and the place that set_epoch() and seek() have named since in the sampler that it
+// was copied from, unless they have been called of the copy itself. Where the ranks of an elastic job have changed
+// since, it is a UsageError: it would take samples twice, and others never. Copyable. Not collective. Not thread-safe.
 class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
  public:
   // size: samples of the data set. UsageError for a data set without samples, a rank that is not below num_replicas,
@@ -67,14 +67,16 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   // How many of them are no repetition; these come first (not with redistribute_slices()). For evaluation, where each
   // sample must count once.
   size_t unpadded() const;
-  // This rank's samples from where the present epoch begins, here and in copies: what a data loader takes that is made now.
+  // This rank's samples from where the present epoch begins, here and in copies: what a data loader takes that is made
+  // now.
   size_t remaining() const;
   // This rank's samples taken so far in this epoch. A data loader takes batches ahead of the loop.
   size_t index() const;
 
-  // To resume in the middle of an epoch: this epoch, here and in copies, begins behind the first `index` samples. Once a
-  // pass has come to its end, further passes begin at their start, as do later epochs. With another number of ranks, scale
-  // the index by old ranks / new ranks. UsageError for more than num_samples(); an epoch's last batch may be smaller:
+  // To resume in the middle of an epoch: this epoch, here and in copies, begins behind the first `index` samples. Once
+  // a pass has come to its end, further passes begin at their start, as do later epochs. With another number of ranks,
+  // scale the index by old ranks / new ranks. UsageError for more than num_samples(); an epoch's last batch may be
+  // smaller:
   //
   //   sampler.set_epoch(epoch);
   //   sampler.seek(std::min(batches_done * batch_size, sampler.num_samples()));

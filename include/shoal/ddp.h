@@ -30,9 +30,8 @@ struct DistributedDataParallelOptions {
   std::vector<std::string> ignored{};  // names of parameters and buffers that shoal does not touch
   Precision precision{};               // only `compute` is applied, as autocast in forward; convert the module and
                                        // scale the loss yourself
-  std::optional<at::ScalarType>
-      reduce_dtype{};  // float16 or bfloat16: dtype of the all-reduce, converted back to the parameter's dtype; none:
-                       // the parameter's dtype
+  std::optional<at::ScalarType> reduce_dtype{};  // float16 or bfloat16: dtype of the all-reduce, converted back to the
+                                                 // parameter's dtype; none: the parameter's dtype
   std::shared_ptr<CommunicationHook> communication_hook{};  // replaces the all-reduce of a bucket
   std::shared_ptr<BufferHook> buffer_hook{};                // replaces the broadcast of rank 0's buffers
   BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;

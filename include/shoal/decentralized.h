@@ -108,7 +108,8 @@ class DecentralizedDataParallelCore {
   DecentralizedDataParallelCore(const DecentralizedDataParallelCore&) = delete;
   DecentralizedDataParallelCore& operator=(const DecentralizedDataParallelCore&) = delete;
 
-  // Backward of a loss that is a sum over `weight` samples or tokens, see DecentralizedDataParallel. weight >= 0 and finite.
+  // Backward of a loss that is a sum over `weight` samples or tokens, see DecentralizedDataParallel. weight >= 0 and
+  // finite.
   void backward(const at::Tensor& loss_sum, double weight);
   // `accumulate` false gives a scope without effect.
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
@@ -132,8 +133,9 @@ class DecentralizedDataParallelCore {
   // have not left or ended, after the same number of steps on each: a rank without a batch calls step_without_update().
   // UsageError on a rank that has left.
   void global_avg();
-  // Call after values were loaded into the module's parameters in place (copy_()), which is as torch::load then. Without
-  // the call, writes in place count as this rank's own training, and are mixed with what neighbours published before.
+  // Call after values were loaded into the module's parameters in place (copy_()), which is as torch::load then.
+  // Without the call, writes in place count as this rank's own training, and are mixed with what neighbours published
+  // before.
   void parameters_loaded();
   // Before values are loaded in place, so that loads which leave all values as they were do not count.
   void before_loading();
@@ -154,8 +156,8 @@ class DecentralizedDataParallelCore {
   // Optimizers, one per bucket, from the first step on. Owned by the wrapper.
   std::vector<torch::optim::Optimizer*> optimizers() const;
   const GradScaler* scaler() const;
-  // UsageError if some gradients of the last backward, which has used all of them, were zeroed or dropped since, but not
-  // others. Call it before zero_grad(), after which the next backward cannot see that any more.
+  // UsageError if some gradients of the last backward, which has used all of them, were zeroed or dropped since, but
+  // not others. Call it before zero_grad(), after which the next backward cannot see that any more.
   void check_gradients() const;
   // Norm of this rank's gradients in the last step before clipping, with clip_grad.
   double last_norm() const;
@@ -174,9 +176,9 @@ class DecentralizedDataParallelCore {
   void forward_failed();
   const Precision& precision() const;
   at::DeviceType device() const;
-  // Makes each step use the options of `whole`, an optimizer of all parameters that is never stepped: the program changes
-  // them there. The option `schedule` alone sets the rates, which `whole` shows after each step. The buckets' optimizers must
-  // have as many param groups. It must outlive the last step.
+  // Makes each step use the options of `whole`, an optimizer of all parameters that is never stepped: the program
+  // changes them there. The option `schedule` alone sets the rates, which `whole` shows after each step. The buckets'
+  // optimizers must have as many param groups. It must outlive the last step.
   void take_options_from(torch::optim::Optimizer& whole);
 
  private:
@@ -196,20 +198,19 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 //   ...
 //   cross_entropy(parallel.forward(x), y).backward();  // averages, updates and publishes, bucket by bucket
 //
-// There is no optimizer to step: backward updates the parameters, each bucket by an optimizer of its own for its part of the
-// recipe's groups. Parameters that are in none of these groups are averaged and not updated.
-// Let x be a bucket's parameters on this rank i, g its gradient at x, W the weights of the round, and y_j the values that
-// neighbour j published after its last step. As soon as the bucket's last gradient is computed, backward does
+// There is no optimizer to step: backward updates the parameters, each bucket by an optimizer of its own for its part
+// of the recipe's groups. Parameters that are in none of these groups are averaged and not updated. Let x be a bucket's
+// parameters on this rank i, g its gradient at x, W the weights of the round, and y_j the values that neighbour j
+// published after its last step. As soon as the bucket's last gradient is computed, backward does
 //   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  publish x
 // and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped.
 // Reading it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward if
-// gradients of only some parameters were zeroed or dropped (check_gradients() sees that before a zero_grad() of all hides
-// it). Tensor hooks of parameters see gradients and may modify them. Values published after step k = 1, 2, ... are
-// averaged in step k + 1 with the weights of round k, modulo the topology's number of rounds. The first step therefore
-// averages nothing and takes round 0, and an exchange overlaps with a whole step. Parameters
-// that a step does not use are averaged and not updated. Ranks may use different modules. A parameter that backward
-// reaches several times is updated after the last time (learned in the first step; it is a UsageError if the number
-// grows later).
+// gradients of only some parameters were zeroed or dropped (check_gradients() sees that before a zero_grad() of all
+// hides it). Tensor hooks of parameters see gradients and may modify them. Values published after step k = 1, 2, ...
+// are averaged in step k + 1 with the weights of round k, modulo the topology's number of rounds. The first step
+// therefore averages nothing and takes round 0, and an exchange overlaps with a whole step. Parameters that a step does
+// not use are averaged and not updated. Ranks may use different modules. A parameter that backward reaches several
+// times is updated after the last time (learned in the first step; it is a UsageError if the number grows later).
 //
 // A neighbour that exceeds neighbour_timeout_seconds is left out of the step, with its weight added to this rank's own.
 // This rank does not wait for it again until it has caught up; its last published values are used once. A neighbour
@@ -222,9 +223,9 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // of the ranks' gradients is sum / total weight. Ranks exchange their weights in the first step, and then with the
 // values that they publish. For weights that change, the mean is a running mean (factor 0.1 per step), because no rank
 // waits for the exact one. It is exact in the first step, while each rank's weight is constant, and if weights only
-// move between ranks over a complete topology. Steps of plain backwards on all ranks leave the mean as it is; if the first step is
-// one, the first weighted step divides by the rank's own weight. The gradient is weighted: an optimizer that normalises gradients
-// (Adam) cancels the weight.
+// move between ranks over a complete topology. Steps of plain backwards on all ranks leave the mean as it is; if the
+// first step is one, the first weighted step divides by the rank's own weight. The gradient is weighted: an optimizer
+// that normalises gradients (Adam) cancels the weight.
 //
 // Gradients computed by torch::autograd::grad are not a step.
 //

@@ -1,6 +1,6 @@
 #pragma once
-// Elastic training: ranks may die at any moment, and the others go on in memory, with the bits of the last complete step;
-// and ranks may come.
+// Elastic training: ranks may die at any moment, and the others go on in memory, with the bits of the last complete
+// step; and ranks may come.
 
 #include <torch/optim/optimizer.h>
 
@@ -35,11 +35,12 @@ struct ElasticChange {
   bool finished_step = false;  // the step in which a rank died was finished by those that are left; false: it is done
                                // again, or nobody was in a step
   double seconds = 0;  // from this rank's notice of the death, or the admission's begin, until the ranks can go on
-  // Who does now what the lost ranks did: "the others update its share of the parameters: rank 0 updates 1621 elements, and
-  // updated 811". Empty: none was lost.
+  // Who does now what the lost ranks did: "the others update its share of the parameters: rank 0 updates 1621 elements,
+  // and updated 811". Empty: none was lost.
   std::string taken_over{};
 
-  // "rank 1 (number 2 of the launcher) has ended; 3 ranks go on after step 17, which was finished, 12 ms later; the others ..."
+  // "rank 1 (number 2 of the launcher) has ended; 3 ranks go on after step 17, which was finished, 12 ms later; the
+  // others ..."
   std::string text() const;
   // The same as a line of a metrics file, which `shoal report` and `shoal top` read: {"step": 17, "event": text(),
   // "generation": 2, "lost": [2], "joined": [], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1, "taken_over": "the
@@ -78,11 +79,13 @@ struct ElasticOptions {
   std::function<std::string()> save_state{};
   std::function<void(const std::string& text)> load_state{};
   bool state_has_scaler = false;  // a loss scaler's state is among it
-  // Called on each rank, after the change, but not on those that have come. None: rank 0 writes a line to standard error.
+  // Called on each rank, after the change, but not on those that have come. None: rank 0 writes a line to standard
+  // error.
   std::function<void(const ElasticChange& change)> on_change{};
   // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.
   std::string metrics{};
-  // Folder to which the program saves its checkpoints (shoal/checkpoint.h): JobLost names the last one in it. Empty: none.
+  // Folder to which the program saves its checkpoints (shoal/checkpoint.h): JobLost names the last one in it. Empty:
+  // none.
   std::string checkpoints{};
 
   // Throws UsageError that lists all faults. ranks: at the start of the job.
@@ -114,20 +117,23 @@ struct ElasticOptions {
 // and optimizer state are, to the bit, those of the last complete step.
 //
 // - `compute` has all micro-batches of a step and what changes gradients, such as clipping; it may be run again.
-// - `update` steps the optimizer, once per complete step, and must not communicate: UsageError. A rank on which it throws
+// - `update` steps the optimizer, once per complete step, and must not communicate: UsageError. A rank on which it
+// throws
 //   anything but a UsageError has left the job.
 // - Gradients do not accumulate over steps: zero_grad() after each one, or at the beginning of `compute`. UsageError on
 //   all ranks if `compute` adds to a gradient that is not zero.
-// - Errors are caught within `compute`. If it throws before its backward on some ranks and their loops go on, the step is
+// - Errors are caught within `compute`. If it throws before its backward on some ranks and their loops go on, the step
+// is
 //   a UsageError on all, unless abandon_step() has ended it for all.
 // - Other communication, such as an evaluation, runs in together(), or the loop catches CommError and calls recover().
 //   Handles on groups of the former world end (CommError): take world.group() again.
-// - In a process that comes to the job world.joining() is true. It constructs all of this alone, without a checkpoint and
+// - In a process that comes to the job world.joining() is true. It constructs all of this alone, without a checkpoint
+// and
 //   without communication; the constructor gives it the job's state. Its loop begins with first_epoch(), and its own
 //   counters follow from steps().
 //
-// All ranks compute on the CPU. Errors: UsageError names what is not supported, and what a loop does wrong; JobLost where
-// the job cannot go on, which is no CommError. Not thread-safe: one thread trains.
+// All ranks compute on the CPU. Errors: UsageError names what is not supported, and what a loop does wrong; JobLost
+// where the job cannot go on, which is no CommError. Not thread-safe: one thread trains.
 //
 // docs/guides/elastic.md has the other strategies' loops, several hosts, joining, limits and what a loop must keep to.
 class Elastic {
@@ -153,8 +159,8 @@ class Elastic {
   //                [&] { training->step(); });
   //   training->zero_grad();
   //
-  // Clipping by TrainingOptions::clip_grad comes between the two functions, where it communicates. replan() is not for a
-  // training that has an Elastic.
+  // Clipping by TrainingOptions::clip_grad comes between the two functions, where it communicates. replan() is not for
+  // a training that has an Elastic.
   Elastic(const World& world, ElasticTraining& training, DistributedSampler& sampler,
           const ElasticOptions& options = {});
   Elastic(const World& world, ElasticTraining& training, const ElasticOptions& options = {});
@@ -165,21 +171,22 @@ class Elastic {
 
   // True at the beginning of a pass through the samples (after sampler.set_epoch()), and again after each change of the
   // ranks while samples are left: the loop then makes a new loader, because a loader's threads have read ahead by the
-  // former division, and its copy of the sampler has that one (UsageError when it begins again). False at the end of the
-  // pass, which is wherever a loop asks again without a change. So one that leaves `while (in_epoch())` itself must name
-  // the next epoch by set_epoch(); otherwise its next call ends the pass that was left. set_epoch() may also stand within
-  // the while, before the first step. All ranks must make the same passes: UsageError in the commit of a step if they are
-  // in different ones. A rank that learns in a recovery that others have left the pass leaves it, too. Communicates nothing.
+  // former division, and its copy of the sampler has that one (UsageError when it begins again). False at the end of
+  // the pass, which is wherever a loop asks again without a change. So one that leaves `while (in_epoch())` itself must
+  // name the next epoch by set_epoch(); otherwise its next call ends the pass that was left. set_epoch() may also stand
+  // within the while, before the first step. All ranks must make the same passes: UsageError in the commit of a step if
+  // they are in different ones. A rank that learns in a recovery that others have left the pass leaves it, too.
+  // Communicates nothing.
   bool in_epoch();
 
-  // One step with `samples` samples of this rank's sampler. True if the step is complete on all ranks; false if it is not,
-  // because the ranks have changed: the loop leaves its loader, and in_epoch() says whether to make another. UsageError if a
-  // loop with a sampler goes on after a change without ever having called in_epoch(). `compute` may
-  // run partly, and again for the same samples on any rank; `update` runs once per complete step. Collective.
+  // One step with `samples` samples of this rank's sampler. True if the step is complete on all ranks; false if it is
+  // not, because the ranks have changed: the loop leaves its loader, and in_epoch() says whether to make another.
+  // UsageError if a loop with a sampler goes on after a change without ever having called in_epoch(). `compute` may run
+  // partly, and again for the same samples on any rank; `update` runs once per complete step. Collective.
   bool step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update);
   // The same with `compute` for the samples [begin, end) of this rank's: one slice of the global batch after the other,
-  // all but the last one under no_sync(). The loss is the mean over these samples. Without keep_global_batch there is one
-  // slice.
+  // all but the last one under no_sync(). The loss is the mean over these samples. Without keep_global_batch there is
+  // one slice.
   bool step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
             const std::function<void()>& update);
   // The same with `prepare`, once on every rank after all of its slices, before the ranks agree that the step is
@@ -191,8 +198,8 @@ class Elastic {
   int64_t batch_size() const;
 
   // Runs `work`, which communicates, and runs it again from its beginning on all ranks whenever the ranks change in it;
-  // returns its result. Ends with a barrier, so that no rank goes on while another one runs it again. For evaluation and
-  // other communication between steps. Collective.
+  // returns its result. Ends with a barrier, so that no rank goes on while another one runs it again. For evaluation
+  // and other communication between steps. Collective.
   template <class Work>
   auto together(const Work& work) -> decltype(work()) {
     require_begun();
@@ -225,11 +232,11 @@ class Elastic {
   // the ranks that are left.
   void recover();
 
-  // A newcomer's loop begins: for one that communicates, in together(), before its first in_epoch() or step(), as the others
-  // do when the ranks have changed. Elsewhere it does nothing.
+  // A newcomer's loop begins: for one that communicates, in together(), before its first in_epoch() or step(), as the
+  // others do when the ranks have changed. Elsewhere it does nothing.
   void begin_loop();
-  // The epoch with which this rank's loop over epochs begins: 0, or the job's present one in a process that has come to it.
-  // Where the job's loop never calls set_epoch(), it is the number of passes through the samples that have ended.
+  // The epoch with which this rank's loop over epochs begins: 0, or the job's present one in a process that has come to
+  // it. Where the job's loop never calls set_epoch(), it is the number of passes through the samples that have ended.
   size_t first_epoch() const;
   int64_t steps() const;        // complete steps of the job since its beginning
   uint64_t generation() const;  // 1, and more after each change of the ranks

@@ -38,8 +38,8 @@ class CommError : public Error {
   int rank_;
 };
 
-// An elastic job that cannot go on: too few ranks are left, for example. The message says why. Thrown on every rank that
-// lives. Not a CommError, so that a loop which recovers from those does not try for ever.
+// An elastic job that cannot go on: too few ranks are left, for example. The message says why. Thrown on every rank
+// that lives. Not a CommError, so that a loop which recovers from those does not try for ever.
 class JobLost : public Error {
  public:
   using Error::Error;

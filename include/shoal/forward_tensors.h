@@ -113,15 +113,15 @@ requires(HoldsInputTensors<T> || ...) struct InputTensors<std::tuple<T...>> {
 //       shoal::collect_tensors(output.logits, into);
 //     }
 //   };
-// Types without a specialisation contribute nothing, as is right for numbers and strings. Where nothing is found, every parameter
-// may be behind the output.
+// Types without a specialisation contribute nothing, as is right for numbers and strings. Where nothing is found, every
+// parameter may be behind the output.
 template <class T>
 struct OutputTensors {
   static void collect(const T&, std::vector<at::Tensor>&) {}
 };
 
-// Appends all tensors in `value`, however nested: in pairs, tuples, arrays, vectors, lists, maps, optionals and types with
-// an OutputTensors specialisation.
+// Appends all tensors in `value`, however nested: in pairs, tuples, arrays, vectors, lists, maps, optionals and types
+// with an OutputTensors specialisation.
 template <class T>
 void collect_tensors(const T& value, std::vector<at::Tensor>& into) {
   OutputTensors<std::decay_t<T>>::collect(value, into);

@@ -30,8 +30,8 @@ enum class ShardingStrategy {
   full_shard,     // parameters are gathered for each use in forward and backward
   shard_grad_op,  // parameters stay gathered from forward to the end of backward
   no_shard,       // parameters are replicated, as in DistributedDataParallel
-  hybrid_shard,  // full_shard within a host, replicated over hosts; where hosts have different numbers of ranks, as many of
-                 // each own parameters, whole ones, as the smallest has
+  hybrid_shard,   // full_shard within a host, replicated over hosts; where hosts have different numbers of ranks, as
+                  // many of each own parameters, whole ones, as the smallest has
   hybrid_shard_grad_op,  // shard_grad_op within a host, replicated over hosts
 };
 
@@ -155,8 +155,8 @@ class FullyShardedCore : public DataParallelCore {
   // Shards of this rank: of the trainable parameters, as the optimizer updates them, and of the reduced gradients.
   std::vector<at::Tensor> own_parameters() const;
   std::vector<at::Tensor> own_gradients() const;
-  // Those of the gradients that exist, with what the caller did to grad(): dropped, zeroed or set. UsageError for gradients that
-  // ranks have not summed.
+  // Those of the gradients that exist, with what the caller did to grad(): dropped, zeroed or set. UsageError for
+  // gradients that ranks have not summed.
   std::vector<at::Tensor> summed_gradients();
   // Groups in which it communicates: of all ranks, of those that share a model, of those with equal shards, and of the
   // gathers. A group may be there several times.

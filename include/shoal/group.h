@@ -33,8 +33,8 @@ class [[nodiscard]] Work {
 
   // Blocks until the operation has finished on this rank. Throws CommError if a peer is dead, stopped or exceeds the
   // timeout; the message names that rank, the operation, its sequence number, step and bucket. The group is unusable
-  // then, on all ranks, and nobody reads or writes the tensors for the operation any more (but over MPI). Calling wait()
-  // again returns immediately.
+  // then, on all ranks, and nobody reads or writes the tensors for the operation any more (but over MPI). Calling
+  // wait() again returns immediately.
   void wait();
 
   // As wait(), for `limit` at most; true if the operation has finished.
@@ -73,12 +73,13 @@ struct GroupStatistics {
   }
 };
 
-// Set of ranks that communicate, like c10d::ProcessGroup. Cheap to copy; copies refer to the same group. All ranks must call
-// the same collectives in the same order. They are asynchronous, but for a group's first over NCCL: wait for the returned
-// Work before you read or write the tensors, which must be contiguous (UsageError). An input that shares memory with an output is
-// copied first, unless it is this rank's own part at its own place; all_to_all refuses it. A conjugate or negative bit
-// (torch::conj) is resolved in inputs; tensors that are written must have none (UsageError). A group of one rank runs the same
-// code with an identity transport. Thread-safety: the caller must serialise calls on one group.
+// Set of ranks that communicate, like c10d::ProcessGroup. Cheap to copy; copies refer to the same group. All ranks must
+// call the same collectives in the same order. They are asynchronous, but for a group's first over NCCL: wait for the
+// returned Work before you read or write the tensors, which must be contiguous (UsageError). An input that shares
+// memory with an output is copied first, unless it is this rank's own part at its own place; all_to_all refuses it. A
+// conjugate or negative bit (torch::conj) is resolved in inputs; tensors that are written must have none (UsageError).
+// A group of one rank runs the same code with an identity transport. Thread-safety: the caller must serialise calls on
+// one group.
 class Group {
  public:
   explicit Group(std::shared_ptr<GroupState> state);
@@ -93,8 +94,8 @@ class Group {
   Work all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   // Reduction of a number, or of a list of numbers in one operation, over all ranks: for metrics and decisions. In
   // float64, so integers are exact up to 2^53. Returns the result, the same on all ranks; blocks. Lists have the same
-  // length on all ranks (DisagreeError; over MPI only with check_agreement). The mean over ranks is ReduceOp::avg; for a
-  // mean over samples, see MeanMetric (shoal/metrics.h).
+  // length on all ranks (DisagreeError; over MPI only with check_agreement). The mean over ranks is ReduceOp::avg; for
+  // a mean over samples, see MeanMetric (shoal/metrics.h).
   double all_reduce(double value, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   std::vector<double> all_reduce(std::vector<double> values, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   // In-place reduction of `tensor` to `root`. On other ranks the content of `tensor` is undefined afterwards.
@@ -115,8 +116,8 @@ class Group {
   // They must not share memory (UsageError).
   Work all_to_all(at::Tensor output, at::Tensor input, Label label = {}) const;
   // Point-to-point messages. Messages between two ranks with the same tag arrive in order. tag >= 0. source: a rank, or
-  // any_source (on one host, or over tcp or Gloo alone). The end of the group waits for up to 10 s until messages that were
-  // sent have been read.
+  // any_source (on one host, or over tcp or Gloo alone). The end of the group waits for up to 10 s until messages that
+  // were sent have been read.
   Work send(at::Tensor tensor, int destination, int tag = 0, Label label = {}) const;
   Work recv(at::Tensor tensor, int source, int tag = 0, Label label = {}) const;
   // The returned Work finishes once all ranks have called barrier().
@@ -134,9 +135,10 @@ class Group {
                                         const HostSharedBufferOptions& buffer = {}) const;
 
   // Creates a group of some of this group's ranks, numbered in the given order. Collective over those ranks only.
-  // Throws UsageError if this rank is not among them, or if a rank is repeated or outside 0 .. size() - 1; CommError if they
-  // have not connected within the limit, by default WorldOptions::rendezvous_timeout_seconds. Ranks may then try again: one that
-  // comes late fails at once in the attempts that others have given up, and meets them in the present one.
+  // Throws UsageError if this rank is not among them, or if a rank is repeated or outside 0 .. size() - 1; CommError if
+  // they have not connected within the limit, by default WorldOptions::rendezvous_timeout_seconds. Ranks may then try
+  // again: one that comes late fails at once in the attempts that others have given up, and meets them in the present
+  // one.
   Group subgroup(const std::vector<int>& ranks, std::optional<std::chrono::milliseconds> limit = {}) const;
   // Creates the group of the ranks on this rank's host, in rank order. Collective over this group.
   Group by_host() const;
@@ -159,8 +161,8 @@ class Group {
 // Collective.
 void agree(const Group& group, const std::string& subject, const std::vector<std::string>& items);
 
-// Broadcasts tensors of any layout from `root`, in chunks of one dtype and device of at most `chunk_bytes`; a larger tensor
-// is a chunk of its own. Blocks. Extra memory: one chunk. Collective.
+// Broadcasts tensors of any layout from `root`, in chunks of one dtype and device of at most `chunk_bytes`; a larger
+// tensor is a chunk of its own. Blocks. Extra memory: one chunk. Collective.
 void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
                          int64_t chunk_bytes = 250LL << 20);
 

@@ -65,8 +65,8 @@ struct PendingExchange {
 PendingExchange chain(PendingExchange first, std::function<PendingExchange()> next);
 
 // Base class of communication hooks: a hook reduces a bucket instead of the strategy's own collective. Members of a
-// derived class are its state. Pass it to a wrapper as the option communication_hook; one that has memory serves one wrapper
-// at a time. It is called by the thread that runs backward, with gradient recording off.
+// derived class are its state. Pass it to a wrapper as the option communication_hook; one that has memory serves one
+// wrapper at a time. It is called by the thread that runs backward, with gradient recording off.
 //
 // Weights of a mean, unused parameters and abandoned steps do not pass through the hook: they take a small all-reduce
 // of their own, and the result of the hook is divided by the exact weight. Sparse gradients do not pass through it
@@ -91,9 +91,9 @@ class CommunicationHook {
   // Restores the state. Call it on all ranks before the first step. Throws UsageError for a state that is not this
   // hook's.
   virtual void load_state(const State& state);
-  // Those of this hook and its carriers that keep something from step to step, by parameter name or as a number of steps. A
-  // second wrapper with one of them is refused (UsageError) as long as the first one lives, unless it has the same module.
-  // Override it, with an empty list, in a hook that keeps nothing and may therefore be shared.
+  // Those of this hook and its carriers that keep something from step to step, by parameter name or as a number of
+  // steps. A second wrapper with one of them is refused (UsageError) as long as the first one lives, unless it has the
+  // same module. Override it, with an empty list, in a hook that keeps nothing and may therefore be shared.
   virtual std::vector<const CommunicationHook*> with_memory() const { return {this}; }
   // False if buckets of this group are summed, in some steps, over a part of its ranks only, which then train apart. A
   // hook that has a carrier asks it.
@@ -270,9 +270,9 @@ class PowerSgdHook : public CommunicationHook {
 // subgroups. Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020). Both
 // reductions go through `carrier`. Supports SumResult::all_ranks only.
 //
-// Not for OSS, whose step throws UsageError, unless `local` is all ranks: it updates each parameter on one rank for all, by
-// the gradients of that rank's subgroup alone. Under the hybrid strategies of FullyShardedDataParallel, `local` has to lie
-// within the ranks that have the same shard.
+// Not for OSS, whose step throws UsageError, unless `local` is all ranks: it updates each parameter on one rank for
+// all, by the gradients of that rank's subgroup alone. Under the hybrid strategies of FullyShardedDataParallel, `local`
+// has to lie within the ranks that have the same shard.
 //
 // With weights, the gradient of a subgroup is divided by the mean weight of all subgroups, so that the average over
 // subgroups is the exact weighted mean over all ranks.

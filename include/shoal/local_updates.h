@@ -84,12 +84,12 @@ struct LocalUpdatesOptions {
 // as in one process. Between exchanges there is no communication (during the warm-up: in backward), and the ranks have
 // different parameters. theta is bit-equal on all ranks.
 //
-// Parameters may be loaded or written between steps. Values that were loaded (torch::load, set_data, parameters_loaded()),
-// or that all ranks have written alike, are where training goes on: theta becomes their mean, exchanges in flight are
-// dropped for them, and u and the optimizer's state are kept. Other writes in place count as local training, as updates
-// do: a clamp of the weights, averages that are swapped in and out for an evaluation. Either way all ranks must change the
-// same parameters (DisagreeError from step(), which is then collective). After load_state_dict(), parameters are taken to
-// belong to that state.
+// Parameters may be loaded or written between steps. Values that were loaded (torch::load, set_data,
+// parameters_loaded()), or that all ranks have written alike, are where training goes on: theta becomes their mean,
+// exchanges in flight are dropped for them, and u and the optimizer's state are kept. Other writes in place count as
+// local training, as updates do: a clamp of the weights, averages that are swapped in and out for an evaluation. Either
+// way all ranks must change the same parameters (DisagreeError from step(), which is then collective). After
+// load_state_dict(), parameters are taken to belong to that state.
 //
 // Every rank must call step() equally often. A rank without a batch, or with unusable gradients (inf, an exception in
 // forward or backward), calls step(false). A rank that calls step() less often makes the others wait, up to the world's
@@ -122,17 +122,17 @@ class LocalUpdates {
   // applied. If the optimizer throws, the step is not counted. Throws UsageError for a parameter that has started to
   // require a gradient.
   void step(bool update = true);
-  // Call after values were loaded into the module's parameters in place (copy_()) and differ between ranks, before the next
-  // step. Values that are equal on all ranks, and torch::load, need no call.
+  // Call after values were loaded into the module's parameters in place (copy_()) and differ between ranks, before the
+  // next step. Values that are equal on all ranks, and torch::load, need no call.
   void parameters_loaded();
   // Before values are loaded in place, so that loads which leave all values as they were do not count.
   void before_loading();
   // Calls the optimizer's zero_grad(). During the warm-up it also ends a backward that has failed on this rank.
   void zero_grad(bool set_to_none = true);
 
-  // Scope with the mean of the ranks' parameters (and with average_buffers also buffers), to evaluate, and for save_module() and torch::save. Steps and
-  // checkpoints in it are UsageErrors; a checkpoint has the mean, too. Exchanges in flight continue.
-  // The scope may outlive this object. Collective.
+  // Scope with the mean of the ranks' parameters (and with average_buffers also buffers), to evaluate, and for
+  // save_module() and torch::save. Steps and checkpoints in it are UsageErrors; a checkpoint has the mean, too.
+  // Exchanges in flight continue. The scope may outlive this object. Collective.
   [[nodiscard]] MeanParameters mean_parameters();
 
   int64_t steps() const;  // number of steps so far, including the warm-up

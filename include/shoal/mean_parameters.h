@@ -10,8 +10,8 @@
 
 namespace shoal {
 
-// Scope of mean_parameters() of LocalUpdates and ShardGossipOptimizer: parameters hold the mean, and its end restores this
-// rank's own values. A step within it is a UsageError. Move-only.
+// Scope of mean_parameters() of LocalUpdates and ShardGossipOptimizer: parameters hold the mean, and its end restores
+// this rank's own values. A step within it is a UsageError. Move-only.
 class MeanParameters {
  public:
   using Saved = std::vector<std::pair<at::Tensor, at::Tensor>>;  // tensors of the module, each with its own values

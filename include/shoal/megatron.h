@@ -36,8 +36,8 @@ struct DistributedOptimizerOptions {
   // therefore overwrites main_grad(), and a second step before zero_grad() is a UsageError. Requires an element-wise
   // optimizer. Off: parameters are views of a buffer that exists once per host, and nothing is copied.
   bool reuse_grad_buf_for_param_gather = false;
-  // Each host has all shards, divided among its ranks: gradients are summed within the host and then between the ranks of
-  // the hosts that own the same, and parameters stay on the host. What num_distributed_optimizer_instances is to
+  // Each host has all shards, divided among its ranks: gradients are summed within the host and then between the ranks
+  // of the hosts that own the same, and parameters stay on the host. What num_distributed_optimizer_instances is to
   // Megatron, with one instance per host. Off: one copy of the shards, over all ranks.
   bool shard_within_host = false;
   bool grad_reduce_in_fp32 = false;           // accumulate and reduce gradients of 16-bit parameters in float32
@@ -46,7 +46,7 @@ struct DistributedOptimizerOptions {
   std::optional<GradScalerOptions> scaler{};  // loss scaler; required if a parameter is float16, and then applies to
                                               // all gradients; for bfloat16 only with dynamic = false
   std::vector<std::string> ignored{};         // names of parameters and buffers that shoal does not touch. With several
-      // chunks: in every chunk that has the name, or in one chunk: "chunk1.fc.weight"
+                                       // chunks: in every chunk that has the name, or in one chunk: "chunk1.fc.weight"
   // The ranks that together hold one replica of the model (pipeline stages, tensor-parallel ranks), including this one.
   // They share the norm for clipping, skip a step together on inf, and have one loss scale. Set it on all ranks of all
   // replicas. step() is then collective over these ranks too.
@@ -116,8 +116,9 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   void count_once(const std::vector<at::Tensor>& parameters, const Group& group);
 
   // Abandons a step that this rank cannot finish: the other ranks get StepAbandoned from their backward. Collective
-  // with their step. Does nothing in a catch block of such a StepAbandoned, so that all ranks may have the same handler.
-  // Elsewhere between two steps it abandons the next one: the optimizer cannot tell whether a forward has begun.
+  // with their step. Does nothing in a catch block of such a StepAbandoned, so that all ranks may have the same
+  // handler. Elsewhere between two steps it abandons the next one: the optimizer cannot tell whether a forward has
+  // begun.
   void abandon_step();
 
   // View of the parameter's gradient in the gradient buffer. Before the reduction it holds this rank's accumulated
@@ -193,10 +194,10 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 // float32, for a parameter in two chunks, and for invalid options; DisagreeError if the ranks hold different models or
 // options.
 //
-// shard_within_host: on hosts with different numbers of ranks whole parameters are owned, by as many ranks of each host as the
-// smallest one has. Throws UsageError there with reuse_grad_buf_for_param_gather or a communication_hook, and with a
-// model_parallel_group that has further ranks of `group`. Optimizer state that is loaded, and options that are changed, must be
-// equal on all hosts.
+// shard_within_host: on hosts with different numbers of ranks whole parameters are owned, by as many ranks of each host
+// as the smallest one has. Throws UsageError there with reuse_grad_buf_for_param_gather or a communication_hook, and
+// with a model_parallel_group that has further ranks of `group`. Optimizer state that is loaded, and options that are
+// changed, must be equal on all hosts.
 //
 // Several chunks: their gradients are reduced chunk by chunk, last chunk first, in the same order on every rank,
 // whatever chunks the rank has run; a chunk that it has not run contributes zeros. A chunk's buckets are reduced during

@@ -10,8 +10,8 @@
 namespace shoal {
 
 // Mean of values over all ranks, each with a weight, after torchmetrics.MeanMetric: the sum of value * weight of all
-// ranks, divided by the sum of all weights, in float64. So it does not depend on how samples are shared out, where a mean
-// of the ranks' means does.
+// ranks, divided by the sum of all weights, in float64. So it does not depend on how samples are shared out, where a
+// mean of the ranks' means does.
 //
 //   shoal::MeanMetric loss(world.group()), accuracy(world.group());
 //   for (auto& batch : *loader) {
@@ -29,7 +29,8 @@ class MeanMetric {
   // A value that stands for `weight` samples. UsageError for a negative weight, NaN or infinity as weight. Not
   // collective; ranks may call it unequally often.
   void update(double value, double weight = 1);
-  // All elements of a tensor of any shape, device and real dtype, each with weight 1. Counts (bool, integers) are exact.
+  // All elements of a tensor of any shape, device and real dtype, each with weight 1. Counts (bool, integers) are
+  // exact.
   void update(const at::Tensor& values);
 
   // The mean over all ranks, the same on all of them. Goes on with what was there. UsageError on every rank where all

@@ -275,8 +275,8 @@ struct MuonWithAdamWOptions {
 //                                                                options);
 //
 // The first param group is Muon's: matrices only. The others are AdamW's (FusedAdamW), which takes lr and weight_decay
-// of their MuonOptions, so that both can share a schedule; see MuonRate::match_rms_adamw. A parameter has the state of its
-// optimizer's class. Not for torch::save, whose archive has one kind of state; use shoal::save.
+// of their MuonOptions, so that both can share a schedule; see MuonRate::match_rms_adamw. A parameter has the state of
+// its optimizer's class. Not for torch::save, whose archive has one kind of state; use shoal::save.
 class MuonWithAdamW : public detail::OptimizerBase<MuonOptions, MuonParamState> {
  public:
   explicit MuonWithAdamW(const ParamGroups& groups, MuonWithAdamWOptions defaults = {});

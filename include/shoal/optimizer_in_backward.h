@@ -47,8 +47,8 @@ struct OptimizerInBackwardOptions {
 //
 // After backward, grad() is a tensor without memory, until the next backward. It can be zeroed and dropped. Reading it
 // (torch::nn::utils::clip_grad_norm_, the optimizer's step()) is a UsageError that names clip_grad. The next backward
-// throws UsageError if gradients of only some updated parameters were zeroed or dropped; a zero_grad() of all after that
-// hides it.
+// throws UsageError if gradients of only some updated parameters were zeroed or dropped; a zero_grad() of all after
+// that hides it.
 //
 // The caller owns the optimizer, which must outlive this object and hold exactly the module's trainable parameters; its
 // step() is called once per bucket. Schedules, options and state remain the caller's.

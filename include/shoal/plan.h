@@ -16,8 +16,8 @@
 namespace shoal {
 
 // Communication of rank 0, in the terms of GroupStatistics. That of the others is equal, except that bytes differ where
-// compressed gradients go to owners of unequal shares, and that under hybrid, with an optimizer that is not element-wise, each
-// rank sends the sums of the parameters that it owns to the other hosts.
+// compressed gradients go to owners of unequal shares, and that under hybrid, with an optimizer that is not
+// element-wise, each rank sends the sums of the parameters that it owns to the other hosts.
 struct PlannedCalls {
   int64_t calls = 0;
   int64_t bytes = 0;
@@ -51,8 +51,8 @@ struct StrategyPlan {
   PlannedCalls per_step;         // each step after those, unless a scaler skips it
   int hosts = 1;                 // that each have all of it: hybrid
   PlannedCalls between_hosts;    // those of per_step, under hybrid
-  // With PlanOptions::elastic, beside per_step and the commit of Elastic: sums of gradients that go to second owners, sent and
-  // received, and the question whether they have changed since.
+  // With PlanOptions::elastic, beside per_step and the commit of Elastic: sums of gradients that go to second owners,
+  // sent and received, and the question whether they have changed since.
   PlannedCalls to_second_owners;
 
   // Memory of the rank that needs most.
@@ -67,8 +67,8 @@ struct PlanOptions {
   std::vector<std::string> strategies{};
   // Hosts of equally many ranks. Only hybrid divides ranks by host, and its hosts use their host transports.
   int hosts = 1;
-  // The ranks are those of an elastic job (shoal/elastic.h). Under zero1, zero2, megatron and fsdp, where they do not share memory, each
-  // shard then has a second owner on another host.
+  // The ranks are those of an elastic job (shoal/elastic.h). Under zero1, zero2, megatron and fsdp, where they do not
+  // share memory, each shard then has a second owner on another host.
   bool elastic = false;
   // The ranks are on one host and use its host transport: sharded strategies then hold one copy of the parameters for
   // all of them.
@@ -102,7 +102,8 @@ std::vector<std::string> plannable_strategies();
 //
 // Communicates with no one: one process plans for any number of ranks. UsageError for a strategy that cannot be
 // planned, for options that no planned strategy has, for a loss that is not one number with a gradient, for param
-// groups that leave out a trainable parameter, and for an optimizer whose state is not registered (shoal/optimizer_state.h).
+// groups that leave out a trainable parameter, and for an optimizer whose state is not registered
+// (shoal/optimizer_state.h).
 Plan plan(const std::shared_ptr<torch::nn::Module>& module, const OptimizerRecipe& recipe,
           const PlanOptions& options = {});
 template <class Module>

@@ -54,10 +54,10 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void step_without_update();
   // Sets the parameters of all hosts to their mean, bit-equal on all hosts. Collective over all ranks of all hosts.
   void global_avg();
-  // Scope in which parameters are the mean over hosts, to be read or given to save_module(). Steps and checkpoints in it are
-  // UsageErrors; a checkpoint has the mean, too. Published values are unchanged, so training continues as if nothing had
-  // happened. Collective over all ranks of all hosts; its end, over those of the host (communication errors are thrown by
-  // the next call). Must not outlive the optimizer.
+  // Scope in which parameters are the mean over hosts, to be read or given to save_module(). Steps and checkpoints in
+  // it are UsageErrors; a checkpoint has the mean, too. Published values are unchanged, so training continues as if
+  // nothing had happened. Collective over all ranks of all hosts; its end, over those of the host (communication errors
+  // are thrown by the next call). Must not outlive the optimizer.
   [[nodiscard]] MeanParameters mean_parameters();
   // Consensus distance sqrt(mean over hosts of |x_i - x|^2), where x is the mean of the hosts' parameters x_i.
   // Collective over all ranks.

@@ -1,6 +1,6 @@
 #pragma once
-// Registry of strategies: their names, options and help texts, and strategies of a program's own. Programs whose users choose a
-// strategy take all of it from here; shoal/training.h makes the training.
+// Registry of strategies: their names, options and help texts, and strategies of a program's own. Programs whose users
+// choose a strategy take all of it from here; shoal/training.h makes the training.
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -143,10 +143,10 @@ std::vector<std::string> strategies_with(const std::string& option);
 // do.
 OptionValues option_values(const Strategy& strategy, const StrategyOptions& options);
 
-// Precision for float32, float64, bf16_mixed, fp16_mixed, bf16 or bf16_pure under the strategy: with float32 main copies,
-// mixed means 16-bit parameters; without, it means computing in 16 bits. bf16: bfloat16 parameters with float32 copies;
-// bf16_pure: without, for strategies that keep none, where small updates are lost. UsageError for another name, and for
-// these two under a strategy of the other kind.
+// Precision for float32, float64, bf16_mixed, fp16_mixed, bf16 or bf16_pure under the strategy: with float32 main
+// copies, mixed means 16-bit parameters; without, it means computing in 16 bits. bf16: bfloat16 parameters with float32
+// copies; bf16_pure: without, for strategies that keep none, where small updates are lost. UsageError for another name,
+// and for these two under a strategy of the other kind.
 Precision precision_of(const std::string& strategy, const std::string& name);
 std::vector<std::string> precision_names();
 // Names that precision_of() takes under the strategy.

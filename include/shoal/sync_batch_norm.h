@@ -78,7 +78,8 @@ struct ConvertSyncBatchNorm {
 //   std::shared_ptr<torch::nn::Module> convert_sync_batch_norm(const std::shared_ptr<torch::nn::Module>& module,
 //                                                              const Group& group);
 //
-// A module's holder, such as a Sequential, is taken and returned likewise; UsageError if its module itself is a batch norm.
+// A module's holder, such as a Sequential, is taken and returned likewise; UsageError if its module itself is a batch
+// norm.
 //
 // Other batch norms cannot be replaced from outside, because the module calls them through members of their own type
 // and would continue without synchronisation. Then it throws UsageError with their names and changes nothing: declare

@@ -94,7 +94,8 @@ struct Timing {
 //   timers->measure("forward-backward", 0, [&] { train_step(); });
 //   std::cout << *timers;
 //
-// With `barrier`, options and calls must be the same on all ranks; DistributedOptimizer compares the options. Thread-safe.
+// With `barrier`, options and calls must be the same on all ranks; DistributedOptimizer compares the options.
+// Thread-safe.
 class Timers {
  public:
   explicit Timers(const TimersOptions& options = {});

@@ -64,8 +64,9 @@ class TrainingCore : public ElasticTraining {
   // For Join.
   virtual Joinable& joinable();
 
-  // The optimizer whose rates and other options schedules change and steps use. For strategies that step their optimizers
-  // themselves, an optimizer without state; TrainingOptions::schedule alone sets the rates there, which it shows after each step.
+  // The optimizer whose rates and other options schedules change and steps use. For strategies that step their
+  // optimizers themselves, an optimizer without state; TrainingOptions::schedule alone sets the rates there, which it
+  // shows after each step.
   torch::optim::Optimizer& optimizer() override = 0;
   // The optimizers that hold this rank's state.
   virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;
@@ -75,8 +76,8 @@ class TrainingCore : public ElasticTraining {
   virtual std::optional<TrainingState> state() = 0;
   // Saves the module, as full_parameters() shows it, to a .pt or .safetensors file for other programs; see
   // shoal::save_module (shoal/checkpoint.h). The first rank that is still there writes. To load the file, use
-  // load(file, *state(), {.model_only = true}). Errors on every rank. Collective, except where ranks know nothing of each
-  // other: there rank 0 alone writes its own model.
+  // load(file, *state(), {.model_only = true}). Errors on every rank. Collective, except where ranks know nothing of
+  // each other: there rank 0 alone writes its own model.
   void save_module(const std::filesystem::path& file);
 
   // This rank's parameters and, after a backward, gradients, as far as it holds them.
@@ -122,9 +123,9 @@ class TrainingCore : public ElasticTraining {
   virtual void forward_failed() {}
   virtual TensorCast input_cast() const { return {}; }
 
-  // For replan(). abandon_failed_step: abandons a step that has failed on this rank, if there is one; collective with the other ranks' step.
-  // open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty: none. updates_in_backward:
-  // backward has used the gradients that grad() shows.
+  // For replan(). abandon_failed_step: abandons a step that has failed on this rank, if there is one; collective with
+  // the other ranks' step. open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty:
+  // none. updates_in_backward: backward has used the gradients that grad() shows.
   friend class ReplanAccess;
   virtual void abandon_failed_step() {}
   virtual std::string open_scope() const { return {}; }
@@ -165,8 +166,9 @@ Replanned replan_core(std::unique_ptr<TrainingCore>& core, const std::string& st
                       const std::optional<Group>& group, const Group& job,
                       const std::optional<TrainingOptions>& options);
 // The options for a strategy when none are given. Those of the same strategy stay; for another one, `options` and
-// communication_hook are left out, and precision is what precision_of() has for it under the same name (bf16_mixed: 16-bit
-// parameters with float32 main copies, or autocast), the same one if it has none. UsageError for a schedule that it does not take.
+// communication_hook are left out, and precision is what precision_of() has for it under the same name (bf16_mixed:
+// 16-bit parameters with float32 main copies, or autocast), the same one if it has none. UsageError for a schedule that
+// it does not take.
 TrainingOptions options_for(const TrainingCore& core, const std::string& strategy);
 
 namespace detail {

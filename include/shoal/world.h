@@ -41,8 +41,8 @@ struct WorldOptions {
   std::string transport = "auto";
 
   // Compare the arguments of every collective over all ranks before it starts. host and tcp always do this;
-  // other transports, NCCL among them, pay a small all-gather per operation. If it is off, mismatched calls over Gloo end in a
-  // DisagreeError within two seconds, and mismatched calls of equal size over MPI and NCCL give wrong numbers.
+  // other transports, NCCL among them, pay a small all-gather per operation. If it is off, mismatched calls over Gloo
+  // end in a DisagreeError within two seconds, and mismatched calls of equal size over MPI and NCCL give wrong numbers.
   bool check_agreement = false;
 
   // Folder for the flight recorder: a file per rank with its last collectives, which survives a crash of the process.
@@ -62,8 +62,8 @@ struct WorldOptions {
   int stopped_timeout_seconds = 5;      // for a peer on this host that was stopped by a signal
 
   // Called about every 100 ms by each thread that waits for other ranks, but not while it waits for the job's store to
-  // answer. An exception that it throws ends that wait and reaches the caller; the operation goes on, and may be waited for
-  // again.
+  // answer. An exception that it throws ends that wait and reaches the caller; the operation goes on, and may be waited
+  // for again.
   std::function<void()> while_waiting{};
 
   // Throws UsageError with a list of all invalid options.
@@ -83,9 +83,9 @@ class World {
   int size() const;
   int local_rank() const;  // rank among the ranks of this host
   int local_size() const;
-  // Whether this process has come to an elastic job that was running already (shoal launch --elastic MIN:MAX). Until the
-  // constructor of shoal::Elastic has returned, it is alone: rank() and local_rank() are 0, size() and local_size() 1, in
-  // the world's group, too. So it constructs model, wrapper and optimizer as any rank does.
+  // Whether this process has come to an elastic job that was running already (shoal launch --elastic MIN:MAX). Until
+  // the constructor of shoal::Elastic has returned, it is alone: rank() and local_rank() are 0, size() and local_size()
+  // 1, in the world's group, too. So it constructs model, wrapper and optimizer as any rank does.
   bool joining() const;
   const std::string& source() const;  // origin of rank and size: "options", "RANK and WORLD_SIZE", "alone", ...
   const Group& group() const;         // the group of all ranks
@@ -110,8 +110,8 @@ class World {
     print_line(line.str());
   }
 
-  // Seeds libtorch's generators on all devices with `seed` + rank: every rank has random numbers of its own, the same in
-  // every run. For dropout, augmentation and noise. torch::manual_seed(seed) gives all ranks the same numbers. In a
+  // Seeds libtorch's generators on all devices with `seed` + rank: every rank has random numbers of its own, the same
+  // in every run. For dropout, augmentation and noise. torch::manual_seed(seed) gives all ranks the same numbers. In a
   // process that has come to an elastic job its number among all processes of the job counts, which no other one gets.
   // Not collective.
   void manual_seed(uint64_t seed) const;
@@ -126,13 +126,13 @@ class World {
 // Connects this process to the other ranks of the job. Call it once per process. Collective over all ranks, except with
 // `rejoin`. Throws UsageError for an invalid or incomplete description of the job, and with `rejoin` for a rank whose
 // process is alive or never existed; DisagreeError if the ranks disagree on the world size, the transport or
-// check_agreement; CommError if ranks do not connect in time. Two jobs that use the same port are distinguished by the job
-// id of their launcher (torchrun, Open MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: the job that does not own the store
-// gets a UsageError. Jobs without any id cannot be distinguished.
+// check_agreement; CommError if ranks do not connect in time. Two jobs that use the same port are distinguished by the
+// job id of their launcher (torchrun, Open MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: the job that does not own the
+// store gets a UsageError. Jobs without any id cannot be distinguished.
 World init(const WorldOptions& options = {});
-// As init(options), for a program that is connected to a store of c10d: torch.distributed's, for example. The ranks meet
-// in that store alone: no address, no port, no server. Requires options.rank and options.size. A process may call it
-// again, also with the same store, once it has released the previous World and its groups.
+// As init(options), for a program that is connected to a store of c10d: torch.distributed's, for example. The ranks
+// meet in that store alone: no address, no port, no server. Requires options.rank and options.size. A process may call
+// it again, also with the same store, once it has released the previous World and its groups.
 World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& options);
 
 }  // namespace shoal

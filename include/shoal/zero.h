@@ -46,8 +46,8 @@ class OSSCore : public ShardedOptimizerBase {
           bool element_wise, const Group& group, const OSSOptions& options);
 
   // A step for scaled losses: unscales this rank's gradients and checks them for inf and NaN. If no rank finds any,
-  // clips them to `max_norm` (0: no clipping) and steps. Updates the scaler. Returns true if it stepped. UsageError on all
-  // ranks for gradients that GradScaler::unscale() has unscaled since the scaler's last update(). Collective.
+  // clips them to `max_norm` (0: no clipping) and steps. Updates the scaler. Returns true if it stepped. UsageError on
+  // all ranks for gradients that GradScaler::unscale() has unscaled since the scaler's last update(). Collective.
   bool step(GradScaler& scaler, double max_norm = 0);
   // ShardedOptimizerBase::step, called and returning as libtorch's.
   at::Tensor step(LossClosure closure = nullptr) override { return ShardedOptimizerBase::step(std::move(closure)); }
@@ -120,8 +120,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, 
 // Parameters may be loaded, replaced or written at any time (torch::load, Module::load, set_data, in-place operators,
 // also through data()), with the same values on all ranks. A rank sees its own change at once, and the next step()
 // shares it; step() throws DisagreeError if values differ. The shares are rebuilt after Module::to(dtype) and when a
-// parameter of the param groups is unfrozen. Parameters may exchange their memory; step() throws UsageError for two that
-// are on the same memory. Writes through data_ptr() are not detected: make them on the owner.
+// parameter of the param groups is unfrozen. Parameters may exchange their memory; step() throws UsageError for two
+// that are on the same memory. Writes through data_ptr() are not detected: make them on the owner.
 //
 // Constructor: collective. Broadcasts rank 0's values. Throws DisagreeError if the ranks' parameters differ in number,
 // shape, dtype or options; UsageError for a parameter in two param groups, for parameters or options that the local
@@ -219,12 +219,13 @@ class ShardedDataParallelCore : public DataParallelCore {
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// With OSS over world.group().by_host() and the wrapper over world.group(), each host has all shards: gradients are summed to
-// their owners within the host, and then between the owners of the hosts. If hosts run different numbers of ranks, as many of each
-// own parameters as the smallest host has; the wrapper's constructor then shares them anew. Forward compares values that were written
-// or replaced over all hosts (DisagreeError), and the constructor options; options that differ later, and optimizer state that is
-// loaded, must be equal on all hosts. UsageError without sync_models_at_startup, with broadcast_fp16, and with a communication_hook
-// or reduce_fp16 where hosts run different numbers of ranks.
+// With OSS over world.group().by_host() and the wrapper over world.group(), each host has all shards: gradients are
+// summed to their owners within the host, and then between the owners of the hosts. If hosts run different numbers of
+// ranks, as many of each own parameters as the smallest host has; the wrapper's constructor then shares them anew.
+// Forward compares values that were written or replaced over all hosts (DisagreeError), and the constructor options;
+// options that differ later, and optimizer state that is loaded, must be equal on all hosts. UsageError without
+// sync_models_at_startup, with broadcast_fp16, and with a communication_hook or reduce_fp16 where hosts run different
+// numbers of ranks.
 //
 // The optimizers must outlive the wrapper. Each trainable parameter belongs to exactly one of them (UsageError names
 // those that do not). Without zero_grad between synchronised backwards, gradients accumulate on their owners. Call

@@ -24,8 +24,8 @@ py::object class_in_python(const std::exception& error) {
   return py::module_::import("shoal").attr(class_of(error));
 }
 
-// CommError with the attributes `rank`, the failed rank of the group, or -1, and `group_ended`: the group is one of ranks that an
-// elastic job had before.
+// CommError with the attributes `rank`, the failed rank of the group, or -1, and `group_ended`: the group is one of
+// ranks that an elastic job had before.
 void set_attributes(const py::object& raised, const CommError& error) {
   raised.attr("rank") = error.rank();
   raised.attr("group_ended") = dynamic_cast<const GroupEnded*>(&error) != nullptr;
@@ -63,8 +63,8 @@ void raise_in_python(const std::exception_ptr& pending) {
   }
 }
 
-// An error in a future, which PyTorch rethrows as often as it is asked: its DistributedDataParallel in backward, whose binding
-// takes the class from here.
+// An error in a future, which PyTorch rethrows as often as it is asked: its DistributedDataParallel in backward, whose
+// binding takes the class from here.
 class FutureError : public torch::PyTorchError {
  public:
   FutureError(const std::exception& error, std::exception_ptr original)

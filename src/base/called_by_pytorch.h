@@ -1,7 +1,7 @@
 #pragma once
-// Errors of what PyTorch calls: hooks and nodes of a backward, and observers of operators. PyTorch carries them to whoever
-// called it; a binding of another language may turn them into its own where they begin, since PyTorch's own binding knows
-// no classes of shoal.
+// Errors of what PyTorch calls: hooks and nodes of a backward, and observers of operators. PyTorch carries them to
+// whoever called it; a binding of another language may turn them into its own where they begin, since PyTorch's own
+// binding knows no classes of shoal.
 
 #include <exception>
 #include <functional>

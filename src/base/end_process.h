@@ -10,9 +10,9 @@
 namespace shoal {
 
 // Ends the process with the exit code, after writing what is still in the buffers of C's streams. Destructors of static
-// objects do not run: libtorch's take a third of the time that an empty program with libtorch takes, and a failed group's
-// would wait for operations that never finish. Objects on the caller's stack are not destroyed either. Under mpirun a
-// success does run them: MPI is shut down at exit.
+// objects do not run: libtorch's take a third of the time that an empty program with libtorch takes, and a failed
+// group's would wait for operations that never finish. Objects on the caller's stack are not destroyed either. Under
+// mpirun a success does run them: MPI is shut down at exit.
 [[noreturn]] inline void end_process(int code) {
   std::fflush(nullptr);
   const auto environment = process_environment();

@@ -8,8 +8,8 @@
 
 namespace shoal {
 
-// Writes the text as it is. What cannot be written, to a full disk or a terminal or pipe whose other end is gone, is lost:
-// nothing is thrown, and no SIGPIPE ends the process.
+// Writes the text as it is. What cannot be written, to a full disk or a terminal or pipe whose other end is gone, is
+// lost: nothing is thrown, and no SIGPIPE ends the process.
 void write_to_stderr(std::string_view text);
 
 // For fmt::print(stderr, ...), which throws.

@@ -5,9 +5,9 @@
 
 namespace shoal {
 
-// Blocks SIGPIPE in this thread while it lives, and in threads that are started meanwhile for as long as those live: what
-// they write fails with EPIPE. The signal's default action would end the process before it can name the rank that is
-// gone. Leaves the process's own handling of SIGPIPE alone.
+// Blocks SIGPIPE in this thread while it lives, and in threads that are started meanwhile for as long as those live:
+// what they write fails with EPIPE. The signal's default action would end the process before it can name the rank that
+// is gone. Leaves the process's own handling of SIGPIPE alone.
 class WithoutSigpipe {
  public:
   WithoutSigpipe();

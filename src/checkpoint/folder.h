@@ -19,8 +19,8 @@ std::string step_name(int64_t step);
 // or without `latest` the one with the highest step); the file `latest` itself; any other existing path as it is.
 // CheckpointError if there is nothing.
 std::filesystem::path find_checkpoint(const std::filesystem::path& path);
-// Whether find_checkpoint() finds one in the folder of a run, which need not be there. CheckpointError for a folder that
-// cannot be read.
+// Whether find_checkpoint() finds one in the folder of a run, which need not be there. CheckpointError for a folder
+// that cannot be read.
 bool has_checkpoint(const std::filesystem::path& run);
 // For people: " (the last checkpoint is runs/a/step-7)", " (runs/a has no checkpoint yet)", or why it is not known.
 std::string last_checkpoint_in_words(const std::filesystem::path& run);

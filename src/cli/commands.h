@@ -18,8 +18,9 @@ void add_plan_command(CLI::App& app, Action& chosen);
 void add_topology_command(CLI::App& app, Action& chosen);
 // program: what take_program() returns, filled before the line is parsed; must outlive the app.
 void add_launch_command(CLI::App& app, const std::vector<std::string>& program, Action& chosen);
-// The words of the program that `shoal launch` starts, which begin behind `--` or with the first word that is no option; one
-// word stands for them in `line` afterwards. Nothing for other commands. UsageError for an option without its value.
+// The words of the program that `shoal launch` starts, which begin behind `--` or with the first word that is no
+// option; one word stands for them in `line` afterwards. Nothing for other commands. UsageError for an option without
+// its value.
 std::vector<std::string> take_program(const CLI::App& app, std::vector<std::string>& line);
 void add_checkpoint_command(CLI::App& app, Action& chosen);
 void add_doctor_command(CLI::App& app, Action& chosen);

@@ -1,5 +1,5 @@
-// Program `shoal`. Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted; where ranks are
-// started, that of the first rank to fail, 128 + number for a signal.
+// Program `shoal`. Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted; where ranks
+// are started, that of the first rank to fail, 128 + number for a signal.
 
 #include <fcntl.h>
 #include <unistd.h>

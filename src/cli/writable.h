@@ -13,7 +13,8 @@ void require_writable_file(const char* option, const std::string& path);
 void require_not_standard_output(const char* option, const std::string& path);
 // The same as require_writable_file() for a folder, which is created if necessary.
 void require_writable_folder(const char* option, const std::string& path);
-// UsageError if the output is one of the files that the command reads, or lies in one of the folders. Accepts "" and "-".
+// UsageError if the output is one of the files that the command reads, or lies in one of the folders. Accepts "" and
+// "-".
 void require_not_read(const char* option, const std::string& output, const std::vector<std::filesystem::path>& read);
 // UsageError if the output has the name of a rank's file, rank-N and the extension, in this folder. Accepts "" and "-".
 void require_no_rank_file(const char* option, const std::string& output, const std::filesystem::path& folder,

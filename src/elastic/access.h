@@ -20,8 +20,8 @@ class ElasticAccess {
  public:
   using Optimizer = ShardedOptimizerBase;
 
-  // From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves to memory that
-  // the ranks share; where they share no parameters, they become second owners of what others own. Collective.
+  // From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves to memory
+  // that the ranks share; where they share no parameters, they become second owners of what others own. Collective.
   static void guard(Optimizer& optimizer) { optimizer.guard(); }
   // Steps are as before Elastic from now on. Not collective.
   static void unguard(Optimizer& optimizer) { optimizer.unguard(); }
@@ -29,33 +29,34 @@ class ElasticAccess {
   static void come_without_shards(Optimizer& optimizer) { optimizer.come_without_shards(); }
   // While true, clipping is refused: gradients are those of some of a rank's shares.
   static void compute_shares(Optimizer& optimizer, bool now) { optimizer.compute_shares(now); }
-  // All of a step that communicates: adopts changed values, and reduces, unscales, checks and clips the gradients. Returns
-  // whether all ranks must map memory in commit(). Collective.
+  // All of a step that communicates: adopts changed values, and reduces, unscales, checks and clips the gradients.
+  // Returns whether all ranks must map memory in commit(). Collective.
   static bool prepare_commit(Optimizer& optimizer) { return optimizer.prepare_commit(); }
   // All ranks that live pass, or none does: CommError. Collective.
   static void commit(Optimizer& optimizer, bool map) { optimizer.commit(map); }
   // The ranks over which the state is sharded, and those that hold the same shares.
   static Group job(const Optimizer& optimizer) { return optimizer.job(); }
-  // Whether the last step() of an elastic job was refused before it changed anything, on all ranks of the host. Waits until
-  // they have come so far.
+  // Whether the last step() of an elastic job was refused before it changed anything, on all ranks of the host. Waits
+  // until they have come so far.
   static bool update_was_refused(const Optimizer& optimizer) { return optimizer.update_was_refused(); }
-  // After the update of an elastic job: whether it did not call step(), as others did. Of second owners the others learn later.
+  // After the update of an elastic job: whether it did not call step(), as others did. Of second owners the others
+  // learn later.
   static bool misses_update(const Optimizer& optimizer) { return optimizer.misses_update(); }
-  // Of second owners: how many updates this rank has made, for a comparison. One that all ranks leave out is a step that they
-  // skip.
+  // Of second owners: how many updates this rank has made, for a comparison. One that all ranks leave out is a step
+  // that they skip.
   static std::optional<int64_t> updates_to_compare(const Optimizer& optimizer) {
     return optimizer.updates_to_compare();
   }
-  // Whether other hosts hold the same shares, or average with them. The commit is then that of all hosts: map_on_host(), once
-  // all ranks of this host have prepared; and commit_over_hosts(), as GuardedUpdate has it, once all ranks have come to a
-  // meeting after that, or it has failed.
+  // Whether other hosts hold the same shares, or average with them. The commit is then that of all hosts:
+  // map_on_host(), once all ranks of this host have prepared; and commit_over_hosts(), as GuardedUpdate has it, once
+  // all ranks have come to a meeting after that, or it has failed.
   static bool has_replicas(const Optimizer& optimizer) { return optimizer.has_replicas(); }
   static void map_on_host(Optimizer& optimizer, bool map) { optimizer.map_on_host(map); }
   static bool commit_over_hosts(Optimizer& optimizer, bool came, const std::function<bool(bool passes)>& decide) {
     return optimizer.commit_over_hosts(came, decide);
   }
-  // Whether each share is updated by two ranks, which share no memory. A rank that has come through prepare_commit() can then
-  // finish its step by itself: allow_update(), step(). No rank needs commit().
+  // Whether each share is updated by two ranks, which share no memory. A rank that has come through prepare_commit()
+  // can then finish its step by itself: allow_update(), step(). No rank needs commit().
   static bool has_second_owners(const Optimizer& optimizer) { return optimizer.has_second_owners(); }
   static void allow_update(Optimizer& optimizer) { optimizer.allow_update(); }
   // Of second owners, behind that step: whole parameters get the updates of all ranks. Collective.
@@ -64,8 +65,8 @@ class ElasticAccess {
   static std::vector<std::string> description(const Optimizer& optimizer) { return optimizer.description(); }
   // The loss scaler of the optimizer; nullptr: none.
   static GradScaler* own_scaler(const Optimizer& optimizer) { return optimizer.own_scaler(); }
-  // Between two guarded steps: what state_dict() has, one parameter after the other, whoever owns it. Tensors may be shared
-  // with the state. Not collective.
+  // Between two guarded steps: what state_dict() has, one parameter after the other, whoever owns it. Tensors may be
+  // shared with the state. Not collective.
   static void visit_state(Optimizer& optimizer, const torch::nn::Module& module,
                           const std::function<void(const std::string& name, const NamedState& state)>& visit) {
     optimizer.visit_state(module, visit);
@@ -87,8 +88,8 @@ class ElasticAccess {
   static void require_regroupable(const ShardedDataParallelCore& parallel, const torch::optim::Optimizer& optimizer) {
     parallel.require_regroupable(optimizer);
   }
-  // job: the ranks of the job. They are those of the optimizer's group, or those of several hosts, equally many of each,
-  // and the group has those of this host.
+  // job: the ranks of the job. They are those of the optimizer's group, or those of several hosts, equally many of
+  // each, and the group has those of this host.
   static void require_regroupable(OSSCore& optimizer, const Group& job) { optimizer.require_regroupable(job); }
   // UsageError unless it is this wrapper's optimizer and outlives ranks. Collective over `job`, the ranks of the job.
   static void require_regroupable(FullyShardedOptimizerCore& optimizer, const FullyShardedCore& parallel,
@@ -98,9 +99,9 @@ class ElasticAccess {
   // UsageError that names what does not go together with second owners of parameters.
   static void require_second_owners(const ShardedDataParallelCore& parallel) { parallel.require_second_owners(); }
 
-  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete,
-  // after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a further group. Collective
-  // over `group`.
+  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are
+  // complete, after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a further
+  // group. Collective over `group`.
   static void regroup(DistributedOptimizerCore& optimizer, const Group& group, int64_t step) {
     optimizer.regroup(group, step);
   }
@@ -111,8 +112,8 @@ class ElasticAccess {
                       int64_t step) {
     optimizer.regroup(parallel, job, step);
   }
-  // Goes on in another group, whose ranks hold the same model. The caller has dropped gradients. moved: the optimizer has given
-  // the parameters other memory. Collective over `group` with a communication hook.
+  // Goes on in another group, whose ranks hold the same model. The caller has dropped gradients. moved: the optimizer
+  // has given the parameters other memory. Collective over `group` with a communication hook.
   static void regroup(DistributedDataParallelCore& parallel, const Group& group, int64_t step, bool moved) {
     parallel.regroup(group, step, moved);
   }
@@ -160,11 +161,11 @@ class ElasticAccess {
 
   // Of each frozen parameter that param_dtype has rounded the float32 copy, which ranks share.
   static std::vector<at::Tensor> frozen_copies(const FullyShardedCore& parallel) { return parallel.frozen_copies(); }
-  // While true, clipping is refused: gradients are those of some of a rank's shares. What was written to pages is adopted
-  // before. UsageError with check_unit_order over pages. Collective.
+  // While true, clipping is refused: gradients are those of some of a rank's shares. What was written to pages is
+  // adopted before. UsageError with check_unit_order over pages. Collective.
   static void compute_shares(FullyShardedCore& parallel, bool now) { parallel.compute_shares(now); }
-  // Behind the share of a batch that only some ranks compute, on these; and in its place on the others, which take part in its
-  // gathers. Collective.
+  // Behind the share of a batch that only some ranks compute, on these; and in its place on the others, which take part
+  // in its gathers. Collective.
   static void meet_behind_share(FullyShardedCore& parallel) { parallel.meet_behind_share(); }
 
   // See ElasticTraining.

@@ -33,9 +33,10 @@ class Admission {
   // The arguments must outlive this object.
   Admission(ElasticParts& parts, const JoinTerms& terms, const ElasticOptions& options, GlobalBatch& batch);
 
-  // Gives the newcomers among the ranks, in rank order, the state of the lowest other one, and its `position`. Not parameters and the
-  // optimizer's state where a newcomer takes part in the division of shards without any (ElasticParts::gives_shards()).
-  // Collective. UsageError in a newcomer whose options differ; CommError on all other ranks if the state cannot be given.
+  // Gives the newcomers among the ranks, in rank order, the state of the lowest other one, and its `position`. Not
+  // parameters and the optimizer's state where a newcomer takes part in the division of shards without any
+  // (ElasticParts::gives_shards()). Collective. UsageError in a newcomer whose options differ; CommError on all other
+  // ranks if the state cannot be given.
   void share(const Group& group, const std::vector<bool>& newcomers, Position& position) const;
 
  private:

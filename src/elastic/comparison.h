@@ -10,12 +10,12 @@
 
 namespace shoal {
 
-// Learning rate and other options of each param group, and, where every rank holds all parameters, some elements of them. A
-// newcomer begins with the job's, and its program may change them in another way.
+// Learning rate and other options of each param group, and, where every rank holds all parameters, some elements of
+// them. A newcomer begins with the job's, and its program may change them in another way.
 class Comparison {
  public:
-  // Made at a step's begin: its first function may change parameters until the second one. step: whose elements are taken, other
-  // ones in each step. The same on all ranks.
+  // Made at a step's begin: its first function may change parameters until the second one. step: whose elements are
+  // taken, other ones in each step. The same on all ranks.
   Comparison(const ElasticParts& parts, int64_t step);
   // Before the comparison: the first function may have set them.
   void add_options(const ElasticParts& parts);

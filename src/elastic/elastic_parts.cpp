@@ -34,7 +34,8 @@ class WithFSDP : public Wrapped {
         parallel_(parallel),
         optimizer_(optimizer),
         averages_(dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr) {
-    // First, since a second Elastic meets hosts that may have become unequal, where ranks would refuse it for different reasons.
+    // First, since a second Elastic meets hosts that may have become unequal, where ranks would refuse it for different
+    // reasons.
     if (averages_) fresh_cell(world);
     ElasticAccess::require_regroupable(parallel);
     ElasticAccess::require_regroupable(optimizer, parallel, world.group());

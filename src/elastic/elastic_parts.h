@@ -50,7 +50,8 @@ class ElasticParts {
   virtual void set_share(std::optional<double> share) = 0;
   // False: ranks have no mean in common, and set_share() does nothing.
   virtual bool takes_shares() const { return true; }
-  // To be called behind the share of a step that only some ranks compute; in its place by the others, whose parameters it may need.
+  // To be called behind the share of a step that only some ranks compute; in its place by the others, whose parameters
+  // it may need.
   virtual void meet_behind_share() {}
   // Whether its shards need no memory that ranks have in common.
   virtual bool shards_over_sockets() const { return false; }
@@ -79,11 +80,12 @@ class ElasticParts {
   virtual void guard();
   // While true, what needs all shares of a rank is refused.
   virtual void compute_shares(bool now);
-  // Before and after the ranks have met with their gradients. The first returns whether `map` of the second must be true.
-  // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
+  // Before and after the ranks have met with their gradients. The first returns whether `map` of the second must be
+  // true. Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
   virtual bool prepare_commit();
   void commit(bool map);
-  // Whether the optimizer has refused its step before it changed anything, on all ranks. Waits until they have come so far.
+  // Whether the optimizer has refused its step before it changed anything, on all ranks. Waits until they have come so
+  // far.
   bool update_was_refused() const;
   // After an update that returned: whether it did not call step() of a sharded optimizer, as other ranks did.
   bool misses_update() const;
@@ -99,19 +101,19 @@ class ElasticParts {
   virtual bool is_broken() const { return reducer() != nullptr && reducer()->broken(); }
   // Behind an update: what it has left for the other ranks comes to them. Collective.
   void publish_update();
-  // Scope of the update; nothing if none is needed. After an update that returned, check_update() throws UsageError if it
-  // left out what it must do.
+  // Scope of the update; nothing if none is needed. After an update that returned, check_update() throws UsageError if
+  // it left out what it must do.
   virtual std::shared_ptr<void> begin_update();
   virtual void check_update() const {}
 
-  // What ranks exchange after an update. exchange() communicates, changes nothing, and may be repeated; apply_exchange(),
-  // once all ranks have come so far, changes values and does not communicate.
+  // What ranks exchange after an update. exchange() communicates, changes nothing, and may be repeated;
+  // apply_exchange(), once all ranks have come so far, changes values and does not communicate.
   virtual bool exchange_due() const { return false; }
   virtual void exchange() {}
   virtual void apply_exchange() {}
 
-  // Between two steps: the optimizer's state by parameter, whoever owns it, one after the other. Tensors may be shared with
-  // the state.
+  // Between two steps: the optimizer's state by parameter, whoever owns it, one after the other. Tensors may be shared
+  // with the state.
   virtual void visit_state(const std::function<void(const std::string& name, const NamedState& state)>& visit) const;
   // In a process that comes to the job: takes all of that. UsageError for state that does not fit.
   virtual void take_state(const OptimizerState& whole) const;
@@ -134,9 +136,9 @@ class ElasticParts {
   ShardedOptimizerBase* sharded_;
 };
 
-// A wrapper and its optimizer: DistributedDataParallel with an optimizer that is whole on each rank, or with OSS (ZeRO-1),
-// ShardedDataParallel with OSS (ZeRO-2), or FullyShardedDataParallel with its optimizer. The arguments must outlive the
-// result. UsageError names what is not supported.
+// A wrapper and its optimizer: DistributedDataParallel with an optimizer that is whole on each rank, or with OSS
+// (ZeRO-1), ShardedDataParallel with OSS (ZeRO-2), or FullyShardedDataParallel with its optimizer. The arguments must
+// outlive the result. UsageError names what is not supported.
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
                                             torch::optim::Optimizer& optimizer);
 // DistributedOptimizer, which has no wrapper.

@@ -59,7 +59,8 @@ void Elastic::State::recover(const std::function<void()>* update, std::optional<
       break;
     } catch (const CommError& error) {
       const bool mended = generations->broken() || generations->drop_newcomers(error.what());
-      // Whoever stands still in the recovery is killed in the next one; of another host that is lost nothing is known yet.
+      // Whoever stands still in the recovery is killed in the next one; of another host that is lost nothing is known
+      // yet.
       const bool elsewhere = generations->has_several_hosts();
       const bool again = elsewhere || (proven && longest_wait.count() > 0);
       if (!mended && (!again || ++late == most_late_recoveries)) throw;
@@ -147,7 +148,8 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
     undo();
   }
   passes_over = old.select(1, 8).max().item<int64_t>() / 2;
-  // What all ranks of the pass have taken or skipped: what only some have skipped is done again. The same in a repetition.
+  // What all ranks of the pass have taken or skipped: what only some have skipped is done again. The same in a
+  // repetition.
   for (int64_t row = 0; row < old.size(0); ++row) {
     if (old[row][8].item<int64_t>() != own[8].item<int64_t>()) continue;
     const bool ends = finishes || old[row][0].item<int64_t>() < furthest;

@@ -54,7 +54,8 @@ struct Elastic::State {
   bool step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
   void begin_step(int64_t count);
   void exchange();
-  // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
+  // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has
+  // begun.
   void commit();
   // The meeting of all ranks before it: what they compare, and whether memory must be mapped.
   bool meet(bool map);
@@ -82,8 +83,8 @@ struct Elastic::State {
   // UsageError if the ranks' maxima say that they differ.
   void require_alike(const Comparison& own, const std::vector<double>& most);
   bool is_one_of(const MemberList& members) const;
-  // Whether there are newcomers, beside other ranks, to which a difference between ranks is put down; not to such as have shards that the
-  // others lack.
+  // Whether there are newcomers, beside other ranks, to which a difference between ranks is put down; not to such as
+  // have shards that the others lack.
   bool can_blame() const;
   // Whether this rank is one of them, and ranks do differ.
   bool is_to_blame() const;
@@ -91,7 +92,8 @@ struct Elastic::State {
   bool blame_newcomers(const std::string& why);
   // Rethrows the present exception; on trial, this rank leaves the job, with a UsageError.
   [[noreturn]] void rethrow_from_trial();
-  // Of this rank in the world's group: to longest_wait, or, where newcomers are waited for, to `for_newcomers` if that is more.
+  // Of this rank in the world's group: to longest_wait, or, where newcomers are waited for, to `for_newcomers` if that
+  // is more.
   void limit_waits(std::chrono::milliseconds for_newcomers = {});
   // A rank was late, and may only be slow.
   void wait_longer();
@@ -116,9 +118,9 @@ struct Elastic::State {
       throw JobLost(with_checkpoint(lost.what()));
     }
   }
-  // Finishes the step if some rank may have finished it, which then all can; otherwise undoes it. Repeatable: a rank that
-  // has done so before another one died has what the others now decide on. Returns by rank who has come without the job's
-  // state.
+  // Finishes the step if some rank may have finished it, which then all can; otherwise undoes it. Repeatable: a rank
+  // that has done so before another one died has what the others now decide on. Returns by rank who has come without
+  // the job's state.
   std::vector<bool> settle(const std::function<void()>* update);
   // Takes in the processes that ask to join, between two steps. False: there are none any more. Collective.
   bool admit();

@@ -89,8 +89,9 @@ bool Elastic::State::meet(bool map) {
   return most[2] != 0;
 }
 
-// Once one rank has come through the meeting, all have their gradients, and all of a host have mapped each other's. Others may
-// fail in the meeting, as a rank ends in it, so all ask what holds. Nobody can say that it passes before all have come.
+// Once one rank has come through the meeting, all have their gradients, and all of a host have mapped each other's.
+// Others may fail in the meeting, as a rank ends in it, so all ask what holds. Nobody can say that it passes before all
+// have come.
 void Elastic::State::commit_over_hosts(bool map) {
   parts->map_on_host(map);
   const auto decide = [&](bool passes) { return generations->decide(decisions, passes); };
@@ -165,8 +166,8 @@ void Elastic::State::require_between_steps(const char* what) const {
                   what));
 }
 
-// A step that was abandoned, or whose gradients have been reduced, has ended on all ranks; one that a wrapper knows to have
-// failed, in forward or backward, does so in the next forward.
+// A step that was abandoned, or whose gradients have been reduced, has ended on all ranks; one that a wrapper knows to
+// have failed, in forward or backward, does so in the next forward.
 void Elastic::State::count_dropped() {
   const auto of = std::exchange(left_step, std::nullopt);
   if (of && parts->reduces() && *of == parts->step() && !parts->is_broken()) ++dropped;
@@ -198,8 +199,8 @@ void Elastic::State::undo() {
   in_step = false;
 }
 
-// For an exception that the program may catch: backwards outside of Elastic have their usual mean, and a step that follows
-// begins with the buffers that all ranks have in common.
+// For an exception that the program may catch: backwards outside of Elastic have their usual mean, and a step that
+// follows begins with the buffers that all ranks have in common.
 void Elastic::State::leave_step() {
   batch.end_step();
   left_step = began_at;

@@ -127,8 +127,8 @@ void GlobalBatch::compute(int64_t step, const std::function<void()>& compute) {
   share_buffers();
 }
 
-// Each share begins with the buffers that the step began with, which are equal on all ranks. Those of share 0 stay: all ranks
-// have them before the commit, so that none is needed for them.
+// Each share begins with the buffers that the step began with, which are equal on all ranks. Those of share 0 stay: all
+// ranks have them before the commit, so that none is needed for them.
 void GlobalBatch::compute(int64_t step, int64_t samples,
                           const std::function<void(int64_t begin, int64_t end)>& compute) {
   weigh(1);

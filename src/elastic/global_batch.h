@@ -12,9 +12,9 @@
 
 namespace shoal {
 
-// With a size, the global batch stays as ranks are lost and come: it has a share for each rank of the start, or as many as
-// the options say, and each rank computes one or several. Each share weighs the same and has its own random numbers, whoever computes it.
-// Without a size every rank has one share, and the batch shrinks with the ranks.
+// With a size, the global batch stays as ranks are lost and come: it has a share for each rank of the start, or as many
+// as the options say, and each rank computes one or several. Each share weighs the same and has its own random numbers,
+// whoever computes it. Without a size every rank has one share, and the batch shrinks with the ranks.
 class GlobalBatch {
  public:
   // size: samples of a step; 0: none. shares: 0: one for each rank of now.
@@ -38,8 +38,8 @@ class GlobalBatch {
   // This rank's samples in a step; UsageError without a size.
   int64_t own_size() const;
 
-  // After a recovery, before divide(): copies of the sampler that have another division refuse to begin. taken: places of the
-  // epoch in which the loop is.
+  // After a recovery, before divide(): copies of the sampler that have another division refuse to begin. taken: places
+  // of the epoch in which the loop is.
   void outdate_copies(DistributedSampler& sampler, size_t taken);
   // Gives the sampler this rank's shares of the epoch's rest, behind `taken` places.
   void divide(DistributedSampler& sampler, size_t taken);
@@ -48,8 +48,8 @@ class GlobalBatch {
   // UsageError if a step behind `taken` places does not have as many samples of this rank.
   void require(int64_t samples, const DistributedSampler& sampler, size_t taken) const;
 
-  // compute() averages over this rank's shares at once, or gets the samples from `begin` to `end` of one share after the
-  // other. step: number of the step.
+  // compute() averages over this rank's shares at once, or gets the samples from `begin` to `end` of one share after
+  // the other. step: number of the step.
   void compute(int64_t step, const std::function<void()>& compute);
   void compute(int64_t step, int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute);
   // After compute(), also one that failed.

@@ -35,8 +35,8 @@ bool may_need_scaler(const LoggingData& data) {
          });
 }
 
-// Whether reset() drops all that the hook carries from step to step. PowerSgdHook counts steps, and hooks of a program's own
-// may do anything.
+// Whether reset() drops all that the hook carries from step to step. PowerSgdHook counts steps, and hooks of a
+// program's own may do anything.
 bool begins_anew(const CommunicationHook& hook) {
   const auto& type = typeid(hook);
   return type == typeid(SumHook) || type == typeid(CompressHook) || type == typeid(QuantizeHook) ||

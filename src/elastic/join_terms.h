@@ -12,8 +12,9 @@
 
 namespace shoal {
 
-// A newcomer compares itself with the job before it asks to join, so that one that does not fit ends alone, and once more
-// with what it gets. Numbers among the optimizer's options are not compared: schedules change them, and it gets the job's.
+// A newcomer compares itself with the job before it asks to join, so that one that does not fit ends alone, and once
+// more with what it gets. Numbers among the optimizer's options are not compared: schedules change them, and it gets
+// the job's.
 class JoinTerms {
  public:
   // The arguments must outlive this object. sampler, training: nullptr: there is none. transport: of WorldOptions.
@@ -22,8 +23,8 @@ class JoinTerms {
 
   // Says in the job's table what newcomers must have in common with this member, or why none can join.
   void publish(JoinTable& table) const;
-  // In a newcomer: waits for what members have said, and compares it with this process. Calls while_waiting about every 10
-  // ms. UsageError that lists what differs, or says why nobody can join.
+  // In a newcomer: waits for what members have said, and compares it with this process. Calls while_waiting about every
+  // 10 ms. UsageError that lists what differs, or says why nobody can join.
   void require_alike(JoinTable& table, int timeout_seconds, const std::function<void()>& while_waiting) const;
   // The same with the text() of a member.
   void require_alike(const std::string& job) const;

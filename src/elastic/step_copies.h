@@ -7,8 +7,8 @@
 
 namespace shoal {
 
-// The module's buffers and the state of the CPU's random generator, as they were when a step began. A module may replace a
-// buffer by another tensor of its shape at any time.
+// The module's buffers and the state of the CPU's random generator, as they were when a step began. A module may
+// replace a buffer by another tensor of its shape at any time.
 class StepCopies {
  public:
   // module: must outlive this object.

@@ -38,9 +38,9 @@ struct Outlets {
 
 // Starts the program with `variables` added to this process's environment, as the leader of its own process group, so
 // that signals also reach its descendants. A body has none of this process's threads and open files, but the standard
-// streams, and its process is called shoal-rank-N. The child dies with this process. With outlets its output comes through
-// pipes. It cannot read the terminal, which would stop it (SIGTTIN): a terminal as standard input is replaced by an
-// empty one, and reading /dev/tty fails. UsageError names a program that cannot be executed.
+// streams, and its process is called shoal-rank-N. The child dies with this process. With outlets its output comes
+// through pipes. It cannot read the terminal, which would stop it (SIGTTIN): a terminal as standard input is replaced
+// by an empty one, and reading /dev/tty fails. UsageError names a program that cannot be executed.
 Child start_child(int rank, const RankProgram& program, const Variables& variables, const Outlets& outlets);
 
 // "signal 9 (SIGKILL)".

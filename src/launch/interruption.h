@@ -17,8 +17,9 @@ class Interruption {
   void begin(std::optional<int> failure);
   bool began() const { return began_.has_value(); }
   bool after_failure() const { return failure_.has_value(); }
-  // Whether somebody asks once more, and does not want to wait. Signals within a second are one request: `timeout` sends its
-  // signal to the program and to the program's group, and a shell that is hung up passes on what the kernel sends, too.
+  // Whether somebody asks once more, and does not want to wait. Signals within a second are one request: `timeout`
+  // sends its signal to the program and to the program's group, and a shell that is hung up passes on what the kernel
+  // sends, too.
   bool is_repeated_by(const Signals::Asked& asked) const;
   // The ranks get no more time, once this is called.
   void force() { forced_ = true; }

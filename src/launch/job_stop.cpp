@@ -26,8 +26,8 @@ pid_t parent_of(pid_t process) {
   return name_end == std::string::npos ? 0 : std::atoi(line.c_str() + std::min(name_end + 4, line.size()));
 }
 
-// Whether no shell could continue this process group: the system ignores SIGTSTP there. A batch system that suspends a job sends it
-// to all of its processes, the ranks among them.
+// Whether no shell could continue this process group: the system ignores SIGTSTP there. A batch system that suspends a
+// job sends it to all of its processes, the ranks among them.
 bool is_orphaned() {
   for (pid_t process = getppid(); process > 0; process = parent_of(process)) {
     if (getpgid(process) != getpgrp()) return getsid(process) != getsid(0);
@@ -61,8 +61,8 @@ void Job::tell_to_stop() {
   waits_no_more_ = ranks_.alive() == 0;
 }
 
-// As a shell's job control wants it: the ranks have groups of their own, which the terminal does not reach. They are continued in
-// the order in which they were stopped, so that none of them sees another one stopped for the whole time.
+// As a shell's job control wants it: the ranks have groups of their own, which the terminal does not reach. They are
+// continued in the order in which they were stopped, so that none of them sees another one stopped for the whole time.
 void Job::suspend() {
   if (is_orphaned()) return;
   const auto groups = ranks_.stop();
@@ -70,7 +70,8 @@ void Job::suspend() {
   for (const pid_t group : groups) kill(-group, SIGCONT);
 }
 
-// Without one, SIGPIPE would end a program; the ranks may save. Who has SIGPIPE ignored (as services of systemd do) wants to go on.
+// Without one, SIGPIPE would end a program; the ranks may save. Who has SIGPIPE ignored (as services of systemd do)
+// wants to go on.
 void Job::look_for_reader() {
   struct sigaction pipe {};
   if (sigaction(SIGPIPE, nullptr, &pipe) == 0 && pipe.sa_handler == SIG_IGN) return;

@@ -10,8 +10,8 @@ namespace shoal {
 struct LaunchOptions {
   int ranks = 2;
   std::vector<std::string> command{};  // program and arguments; looked up in PATH
-  // Instead of a command: runs in a process forked from this one, which saves loading libtorch per rank, and returns the
-  // exit code. Threads of this process do not exist there, and libraries have read their variables already.
+  // Instead of a command: runs in a process forked from this one, which saves loading libtorch per rank, and returns
+  // the exit code. Threads of this process do not exist there, and libraries have read their variables already.
   std::function<int()> body{};
   std::string address = "127.0.0.1";  // address of the store: with several nodes, of node 0 as all reach it
   int port = 0;                       // port of the store; 0: any free one, of one node
@@ -38,27 +38,28 @@ struct LaunchOptions {
 
 // Runs the command once per rank with torchrun's environment variables, and hosts the ranks' store, so that no rank's
 // death closes it. The ranks share a secret (SHOAL_SECRET): the one in this process's environment, else a new one.
-// Blocks until all ranks have ended. Whatever happens to this process (watcher.h), neither the ranks nor their descendants
-// are left behind: they are killed, also where the ranks end well, but for those that have left the rank's process group
-// and have another environment.
+// Blocks until all ranks have ended. Whatever happens to this process (watcher.h), neither the ranks nor their
+// descendants are left behind: they are killed, also where the ranks end well, but for those that have left the rank's
+// process group and have another environment.
 //
 // The first rank that fails is named on standard error; the others get the grace time, then SIGTERM, then SIGKILL; with
 // keep_going they run on, with min_ranks as long as enough are left and none has given the job up. With most_ranks, a
-// process that is to join the job (SHOAL_JOIN, see World::joining()) is started in place of a rank that has failed, and on
-// SIGUSR2, with the next free number as its rank; what becomes of it does not concern the job until it is admitted. With
-// `join` all ranks of this node are such processes. A rank that a signal has stopped is named, too.
+// process that is to join the job (SHOAL_JOIN, see World::joining()) is started in place of a rank that has failed, and
+// on SIGUSR2, with the next free number as its rank; what becomes of it does not concern the job until it is admitted.
+// With `join` all ranks of this node are such processes. A rank that a signal has stopped is named, too.
 //
 // Returns 0, or the first failure's exit code (128 + number for a signal; with keep_going only if all have failed, with
-// min_ranks only if too few were left or, with several nodes, all of this one have failed, or for a failure after which no
-// rank has ended well; 1 for one on another node). SIGINT, SIGTERM and SIGHUP (unless nohup has it ignored) reach the ranks
-// as SIGINT and start the stop time; a further SIGINT or SIGTERM, at least a second later, kills them. The code is then 130
-// if all ranks end with 0, 130 or by SIGINT, otherwise that of the first which does not. If nobody reads the output any
-// more (EPIPE), the ranks are told to stop in the same way. SIGTSTP stops the ranks, and this process until it is continued.
+// min_ranks only if too few were left or, with several nodes, all of this one have failed, or for a failure after which
+// no rank has ended well; 1 for one on another node). SIGINT, SIGTERM and SIGHUP (unless nohup has it ignored) reach
+// the ranks as SIGINT and start the stop time; a further SIGINT or SIGTERM, at least a second later, kills them. The
+// code is then 130 if all ranks end with 0, 130 or by SIGINT, otherwise that of the first which does not. If nobody
+// reads the output any more (EPIPE), the ranks are told to stop in the same way. SIGTSTP stops the ranks, and this
+// process until it is continued.
 //
-// With flight recorders, prints their verdict on standard error when a rank has failed, and on SIGUSR1. With several nodes,
-// each host runs a launcher; that of node 0 holds the store, and stays until the others have ended. They share a secret
-// only if SHOAL_SECRET gives all of them one. UsageError for wrong options, a program that cannot be started, a port in
-// use, or output that cannot be written. Installs signal handlers while it runs; call it from one thread.
+// With flight recorders, prints their verdict on standard error when a rank has failed, and on SIGUSR1. With several
+// nodes, each host runs a launcher; that of node 0 holds the store, and stays until the others have ended. They share a
+// secret only if SHOAL_SECRET gives all of them one. UsageError for wrong options, a program that cannot be started, a
+// port in use, or output that cannot be written. Installs signal handlers while it runs; call it from one thread.
 int launch(const LaunchOptions& options);
 
 }  // namespace shoal

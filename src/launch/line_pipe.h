@@ -8,8 +8,9 @@
 
 namespace shoal {
 
-// A line ends at "\n", "\r\n", or "\r" alone (a progress bar's). To bound memory, `most_pending` bytes without an end are
-// forwarded as part of a line; where another rank writes before the next part, that one begins with the prefix, too.
+// A line ends at "\n", "\r\n", or "\r" alone (a progress bar's). To bound memory, `most_pending` bytes without an end
+// are forwarded as part of a line; where another rank writes before the next part, that one begins with the prefix,
+// too.
 class LinePipe {
  public:
   static constexpr size_t most_pending = 1 << 20;

@@ -15,8 +15,8 @@
 
 namespace shoal {
 
-// Their numbers, and who of them has become a member: from a table in this process's memory for a job of one node, otherwise from
-// the job's store, which answers later.
+// Their numbers, and who of them has become a member: from a table in this process's memory for a job of one node,
+// otherwise from the job's store, which answers later.
 class Newcomers {
  public:
   // job: id of this launcher's. store: must outlive this object. UsageError without shared memory.

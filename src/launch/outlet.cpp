@@ -14,8 +14,9 @@
 namespace shoal {
 namespace {
 
-// The same terminal in an open file of its own; -1: `fd` is none, or it cannot be opened. A write to a terminal that does not read
-// blocks although poll() has said that it is ready, and O_NONBLOCK at `fd` would be that of all processes that share it.
+// The same terminal in an open file of its own; -1: `fd` is none, or it cannot be opened. A write to a terminal that
+// does not read blocks although poll() has said that it is ready, and O_NONBLOCK at `fd` would be that of all processes
+// that share it.
 int open_again(int fd) {
   if (isatty(fd) == 0) return -1;
   const int flags = O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC;

@@ -17,8 +17,8 @@ class Outlet {
 
   // For poll().
   int fd() const { return fd_; }
-  // Adds whole lines, or part of a writer's line. A line that another writer has not finished is ended first, so that those of
-  // several ranks do not mix.
+  // Adds whole lines, or part of a writer's line. A line that another writer has not finished is ended first, so that
+  // those of several ranks do not mix.
   void add(std::string_view text, int writer = nobody, bool ends = true);
   // Whether the writer has an unfinished line here.
   bool within_line_of(int writer) const { return unfinished_ == writer; }

@@ -5,8 +5,8 @@
 
 namespace shoal {
 
-// SIGINT, SIGTERM, SIGHUP and SIGTSTP (unless they are ignored, as by nohup), SIGUSR1, SIGUSR2 and SIGCHLD as a descriptor to
-// poll; the destructor restores the former handling. Use it on one thread, before there are others.
+// SIGINT, SIGTERM, SIGHUP and SIGTSTP (unless they are ignored, as by nohup), SIGUSR1, SIGUSR2 and SIGCHLD as a
+// descriptor to poll; the destructor restores the former handling. Use it on one thread, before there are others.
 class Signals {
  public:
   Signals();
@@ -24,7 +24,8 @@ class Signals {
     bool more = false;  // at least once: the system does not count signals that come together
   };
   Asked asked();
-  // Stops this process, as SIGTSTP does by default, until it is continued. Does nothing where no shell could continue it.
+  // Stops this process, as SIGTSTP does by default, until it is continued. Does nothing where no shell could continue
+  // it.
   void suspend();
 
  private:

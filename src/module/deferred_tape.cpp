@@ -123,8 +123,8 @@ std::vector<bool> DeferredTape::due_for(Storages& needed) const {
   return due;
 }
 
-// Gives a record that runs later copies of the memory that it reads and that others may change from now on. copies: those of
-// the present values.
+// Gives a record that runs later copies of the memory that it reads and that others may change from now on. copies:
+// those of the present values.
 void DeferredTape::keep_values(Record& record, const Storages& readable,
                                std::unordered_map<c10::StorageImpl*, c10::Storage>& copies) {
   const auto keep = [&](const at::Tensor& tensor) {

@@ -34,9 +34,9 @@ torch::serialize::InputArchive reread(std::istream& stream) {
   return archive;
 }
 
-// What was written, if these are plain values and no containers with types of their own, nor archives. The first InputArchive that
-// is read in a process compiles TorchScript's upgraders and registers all of its operators, which takes 30 ms of each rank's
-// start: here only the pickle of the fields is read.
+// What was written, if these are plain values and no containers with types of their own, nor archives. The first
+// InputArchive that is read in a process compiles TorchScript's upgraders and registers all of its operators, which
+// takes 30 ms of each rank's start: here only the pickle of the fields is read.
 std::optional<Values> plain_values(std::istream& stream) {
   caffe2::serialize::PyTorchStreamReader file(&stream);
   const auto unit = std::make_shared<torch::jit::CompilationUnit>();

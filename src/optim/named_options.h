@@ -31,8 +31,8 @@ nlohmann::json named_options(const torch::optim::OptimizerOptions& options);
 // anything has changed.
 void set_options(torch::optim::OptimizerOptions& options, const nlohmann::json& named);
 
-// A value among them without the last digits, in which functions of the hosts' libraries may differ, and numbers as floats: an integer of
-// Python is equal to the float that a rank gets which joins.
+// A value among them without the last digits, in which functions of the hosts' libraries may differ, and numbers as
+// floats: an integer of Python is equal to the float that a rank gets which joins.
 std::string rounded_text(const nlohmann::json& value);
 
 // "betas [0.9,0.999], eps 1e-08, lr 0.001".

@@ -27,8 +27,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim
 // Adds what RMSprop's options need and a loaded state lacks, as zeros: libtorch makes it with the whole state alone.
 void complete_states(torch::optim::Optimizer& of);
 
-// As if `of` had never updated the parameter with this key of of.state(): without a state, or with the one that the constructor
-// has made (Adagrad).
+// As if `of` had never updated the parameter with this key of of.state(): without a state, or with the one that the
+// constructor has made (Adagrad).
 void reset_state(torch::optim::Optimizer& of, void* parameter);
 
 }  // namespace shoal

@@ -31,8 +31,8 @@ struct UpdateRun {
 // parameter again, which libtorch then updates again, another run of the group begins.
 std::vector<UpdateRun> collect_aligned_updates(const torch::optim::Optimizer& of, const std::string& optimizer);
 
-// UsageError, before anything has changed, for a state tensor with another shape than its parameter's, as a checkpoint of
-// another model brings it: the kernels would read and write past its end. An undefined one fits.
+// UsageError, before anything has changed, for a state tensor with another shape than its parameter's, as a checkpoint
+// of another model brings it: the kernels would read and write past its end. An undefined one fits.
 void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter,
                    const std::string& optimizer);
 
@@ -40,8 +40,9 @@ void require_shape(const at::Tensor& state, const char* what, const at::Tensor& 
 void require_state(const at::Tensor& state, const char* what, at::IntArrayRef shape, const at::Tensor& parameter,
                    const std::string& optimizer);
 
-// A state tensor for the same kernels, of the parameter's shape. One with another layout than the parameter's is replaced by a copy: a checkpoint
-// may bring other strides, and Module::to changes dtype and device of the parameter only.
+// A state tensor for the same kernels, of the parameter's shape. One with another layout than the parameter's is
+// replaced by a copy: a checkpoint may bring other strides, and Module::to changes dtype and device of the parameter
+// only.
 at::Tensor aligned(at::Tensor& state, const at::Tensor& parameter);
 
 }  // namespace shoal

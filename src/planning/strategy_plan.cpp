@@ -35,8 +35,8 @@ int64_t element_bytes(const Gradient& gradient) {
 
 class Planner {
  public:
-  // parts: with the group of those that share one copy of the model. hosts: copies. second: by rank, of its shards; empty: they have
-  // no second owners.
+  // parts: with the group of those that share one copy of the model. hosts: copies. second: by rank, of its shards;
+  // empty: they have no second owners.
   Planner(TrainingParts parts, PlannedModule& planned, int hosts, bool one_host, std::vector<int> second)
       : parts_(std::move(parts)),
         planned_(planned),

@@ -15,8 +15,8 @@ bool contains(const Ended& ended, const std::string& text) {
   return ended.output.find(text) != std::string::npos;
 }
 
-// Three ranks train without an end. Once the first one has written metrics, the shell runs `then`, with the launcher in $pid, the
-// ranks in $ranks and the output in $out.
+// Three ranks train without an end. Once the first one has written metrics, the shell runs `then`, with the launcher in
+// $pid, the ranks in $ranks and the output in $out.
 Ended disturbed(const std::string& launch, const std::string& train, const std::string& then) {
   const TempFolder folder;
   const auto metrics = folder.file("metrics.jsonl");

@@ -179,8 +179,8 @@ TEST_P(GoingOn, an_interrupt_leaves_what_resumes_and_says_where) {
   EXPECT_EQ(report()["loss"].size(), 2U);
 }
 
-// One strategy of each kind; batch norm below is for all. Under `local`, each rank evaluates its own model on a share of
-// the data, and rank 0's model is saved.
+// One strategy of each kind; batch norm below is for all. Under `local`, each rank evaluates its own model on a share
+// of the data, and rank 0's model is saved.
 class TextEvaluation : public GoingOn {};
 INSTANTIATE_TEST_SUITE_P(Strategies, TextEvaluation,
                          testing::Values("ddp", "zero2", "megatron", "fsdp", "local", "local_sgd", "decentralized",

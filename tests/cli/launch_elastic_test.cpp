@@ -32,7 +32,8 @@ TEST(Launch, ELA01_an_elastic_job_goes_on_while_enough_ranks_are_left) {
   EXPECT_TRUE(contains(launch({"-n", "2", "--elastic", "3", "--", "true"}), "at least 3 ranks of 2")) << "refused";
 }
 
-// Nobody has gone on without these: one saved alone when the others had ended, or one ended long before the others failed.
+// Nobody has gone on without these: one saved alone when the others had ended, or one ended long before the others
+// failed.
 TEST(Launch, ELA01_an_elastic_job_whose_last_rank_fails_has_failed) {
   const auto saves =
       launch({"-n", "3", "--elastic", "1", "--", "sh", "-c", "[ $RANK = 0 ] && { sleep 1; exit 3; }; true"});

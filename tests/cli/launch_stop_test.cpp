@@ -1,4 +1,5 @@
-// How the ranks of `shoal launch` end, or stand still, when a job is told to from outside: signals, a terminal, a reader that ends.
+// How the ranks of `shoal launch` end, or stand still, when a job is told to from outside: signals, a terminal, a
+// reader that ends.
 
 #include <gtest/gtest.h>
 
@@ -10,8 +11,8 @@
 namespace shoal::test::launch_stop_test {
 namespace {
 
-// Launches ranks that ignore SIGINT, and a shell that sends `signals` to the launcher once they run: a shell's background
-// process ignores SIGINT until it asks for it.
+// Launches ranks that ignore SIGINT, and a shell that sends `signals` to the launcher once they run: a shell's
+// background process ignores SIGINT until it asks for it.
 Ended launch_and_signal(const std::string& options, const std::string& signals) {
   const TempFolder folder;
   const auto log = folder.file("log");
@@ -56,7 +57,8 @@ bool have_saved(const TempFolder& folder) {
   return std::filesystem::exists(folder.file("saved0")) && std::filesystem::exists(folder.file("saved1"));
 }
 
-// `timeout` signals a program and the program's group, and a shell that is hung up passes on what the kernel sends, too.
+// `timeout` signals a program and the program's group, and a shell that is hung up passes on what the kernel sends,
+// too.
 TEST(Launch, signals_that_come_together_are_one_request_and_a_hangup_is_no_second_one) {
   const TempFolder folder;
   const auto ended =
@@ -105,7 +107,8 @@ TEST(Launch, ranks_whose_output_nobody_reads_any_more_are_told_to_stop) {
   EXPECT_TRUE(std::filesystem::exists(folder.file("saved")));
 }
 
-// As a shell with job control: it starts the launcher in a process group of its own, without which the system stops nothing.
+// As a shell with job control: it starts the launcher in a process group of its own, without which the system stops
+// nothing.
 constexpr const char* suspend = R"(
 import os, signal, subprocess, sys, time
 shoal, folder = sys.argv[1:]

@@ -1,5 +1,5 @@
-// A rank whose call has failed goes on with its own tensors. What the others call afterwards fails, too: they must not take
-// what is in those tensors for data, and must not write to them.
+// A rank whose call has failed goes on with its own tensors. What the others call afterwards fails, too: they must not
+// take what is in those tensors for data, and must not write to them.
 
 #include <gmock/gmock.h>
 
@@ -39,8 +39,9 @@ std::string error_of(const std::function<void()>& act) {
   return "(nothing was thrown)";
 }
 
-// All but the last rank call `act` in vain, write to their tensor, and find it untouched once the last one has called it. A
-// transport of messages may have all that the last one needs: then `act` is right, which it returns, and the next call fails.
+// All but the last rank call `act` in vain, write to their tensor, and find it untouched once the last one has called
+// it. A transport of messages may have all that the last one needs: then `act` is right, which it returns, and the next
+// call fails.
 void expect_over(const std::function<bool(const Group&, at::Tensor)>& act) {
   for (const int64_t numel : {1, 400000}) {
     for (const bool shared : {false, true}) {
@@ -126,8 +127,8 @@ TEST_F(FailedGroup, a_receive_that_timed_out_is_over) {
   }
 }
 
-// Ranks that wait for each other in different groups find it out in the store, of which the transport does not know. Before the
-// tests of the backend, whose thread might make the missing call.
+// Ranks that wait for each other in different groups find it out in the store, of which the transport does not know.
+// Before the tests of the backend, whose thread might make the missing call.
 TEST_F(FailedGroup, a_difference_between_groups_is_told_to_ranks_that_come_later) {
   const auto first = fresh(), second = fresh();
   for (const auto* group : {&first, &second}) state_of(*group)->progress->timeout_ms = 20000;

@@ -109,8 +109,8 @@ class Interruptions {
   struct sigaction former_ {};
 };
 
-// A source may be one step ahead: it shows the next version while others look for this one. A rank that is interrupted in
-// its look must not find the next one instead.
+// A source may be one step ahead: it shows the next version while others look for this one. A rank that is interrupted
+// in its look must not find the next one instead.
 TEST_F(Channel, DEC01_a_source_that_is_a_step_ahead_changes_no_value) {
   std::vector<int> others;
   for (int rank = 0; rank < group().size(); ++rank) {

@@ -108,7 +108,8 @@ TEST(Agree, names_the_first_difference_and_both_ranks) {
   EXPECT_THROW(agree(group(), "the model", items), DisagreeError);
 }
 
-// Gloo writes without MSG_NOSIGNAL: in a thread that takes SIGPIPE, a rank that has ended would end this one without a word.
+// Gloo writes without MSG_NOSIGNAL: in a thread that takes SIGPIPE, a rank that has ended would end this one without a
+// word.
 TEST(Group, no_thread_of_gloo_takes_sigpipe) {
   if (group().transport() != "gloo") GTEST_SKIP() << "over Gloo";
   group().barrier().wait();

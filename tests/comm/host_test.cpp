@@ -16,8 +16,8 @@ const std::vector<at::ScalarType>& dtypes() {
 }
 
 // Calls check(dtype, numel, memory) for every combination; numel covers every path of the data: in the header, in one
-// staged round, in many. Many rounds of every dtype are for 2 ranks alone: elsewhere they take most of the test's time. More
-// than 4 ranks share the processors: they try one dtype of each kind.
+// staged round, in many. Many rounds of every dtype are for 2 ranks alone: elsewhere they take most of the test's time.
+// More than 4 ranks share the processors: they try one dtype of each kind.
 template <class Check>
 void everywhere(Check check) {
   for (const auto dtype : dtypes()) {

@@ -113,7 +113,8 @@ TEST(Rendezvous, the_program_is_asked_while_ranks_are_missing_and_may_end_the_wa
   }
 }
 
-// What two ranks of these options say, by rank: "met", or the kind of error and its text. absent: a third rank never comes.
+// What two ranks of these options say, by rank: "met", or the kind of error and its text. absent: a third rank never
+// comes.
 std::vector<std::string> meeting_of(const WorldOptions& first, const WorldOptions& second, bool absent = false) {
   const StoreServer launcher(StorePlace("127.0.0.1", 0));
   const auto come = [&](int rank, const WorldOptions& options) {

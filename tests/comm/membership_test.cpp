@@ -2,8 +2,8 @@
 // moment in between. Each case says how many: at most three members or two and a newcomer, two deaths, one stop, one
 // split of the network.
 //
-// Not covered: more of them. While a network is split only the lists are checked, not that somebody goes on. Once it has healed,
-// somebody goes on if nobody has died; a member that left others out in vain may have no majority for ever.
+// Not covered: more of them. While a network is split only the lists are checked, not that somebody goes on. Once it
+// has healed, somebody goes on if nobody has died; a member that left others out in vain may have no majority for ever.
 
 #include "comm/membership/membership.h"
 
@@ -263,8 +263,8 @@ class Exploration {
   void check(const State& state) {
     MemberList living;
     bool any_member = false;  // a process that was in a generation once
-    // Of two founders one had begun to go on without the other, and has died: the job may be lost, or that of newcomers.
-    // Of three, somebody always goes on.
+    // Of two founders one had begun to go on without the other, and has died: the job may be lost, or that of
+    // newcomers. Of three, somebody always goes on.
     bool any_lost = false;
     MemberList stuck;
     for (int self = 0; self < size(state); ++self) {

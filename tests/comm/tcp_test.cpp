@@ -1,4 +1,5 @@
-// Collectives of the tcp transport without sockets: all ranks of a group in one thread, whose parts travel in any order.
+// Collectives of the tcp transport without sockets: all ranks of a group in one thread, whose parts travel in any
+// order.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

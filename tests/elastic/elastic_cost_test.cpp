@@ -94,7 +94,8 @@ class ElasticCost : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(All, ElasticCost, testing::ValuesIn(elastic_strategies()),
                          [](const auto& info) { return info.param; });
 
-// The commit of a step sends a few numbers, of sharded strategies in place of those that an update sends otherwise. Parameters, state and gradients stay where they are.
+// The commit of a step sends a few numbers, of sharded strategies in place of those that an update sends otherwise.
+// Parameters, state and gradients stay where they are.
 TEST_P(ElasticCost, ELA03_a_step_sends_no_more_than_its_commit_and_memory_is_within_5_percent) {
   const auto plain = cost_of(GetParam(), false);
   const auto guarded = cost_of(GetParam(), true);

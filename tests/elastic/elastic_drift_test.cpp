@@ -1,5 +1,5 @@
-// Processes that have come to an elastic job, and part from its ways after their first complete step: the job goes on without
-// them.
+// Processes that have come to an elastic job, and part from its ways after their first complete step: the job goes on
+// without them.
 
 #include <gtest/gtest.h>
 
@@ -15,8 +15,8 @@ namespace {
 using test::JoinJob;
 using test::JoinParts;
 
-// A newcomer's weight decay by its own count, the scale of a loss scaler that is not given to it, and an evaluation by its own
-// count.
+// A newcomer's weight decay by its own count, the scale of a loss scaler that is not given to it, and an evaluation by
+// its own count.
 enum class Drift { weight_decay, scale, evaluation };
 
 std::string train(const World& world, test::Record& record, Drift drift) {

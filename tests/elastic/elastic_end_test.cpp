@@ -1,4 +1,5 @@
-// What is left of a training after a rank has ended, and after the elastic job: checkpoints, plain steps, whole parameters.
+// What is left of a training after a rank has ended, and after the elastic job: checkpoints, plain steps, whole
+// parameters.
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -67,8 +68,8 @@ struct EndInSave {
   std::function<bool()> is_over = [] { return true; };  // after which the elastic job ends
 };
 
-// Rank 1 ends in step 3 of 5, if none ends in the save. The checkpoint of step 5 goes on as the training itself does after
-// Elastic.
+// Rank 1 ends in step 3 of 5, if none ends in the save. The checkpoint of step 5 goes on as the training itself does
+// after Elastic.
 std::string train(const World& world, const Trained& trained, const std::filesystem::path& folder,
                   const std::optional<EndInSave>& end = std::nullopt) {
   alarm(60);
@@ -191,8 +192,8 @@ TEST(ElasticEnd, ELA01_ELA02_a_rank_ends_while_it_writes_a_checkpoint) {
   }
 }
 
-// A rank ends while it writes in the background, which the others notice in their next steps. The checkpoint is lost, and
-// the next ones are not.
+// A rank ends while it writes in the background, which the others notice in their next steps. The checkpoint is lost,
+// and the next ones are not.
 TEST(ElasticEnd, ELA01_a_rank_ends_in_a_save_in_the_background_and_the_next_one_is_complete) {
   for (const auto& trained : {Trained(), Trained{Sharding::zero2}, Trained{Sharding::fsdp}}) {
     SCOPED_TRACE(name_of(trained));

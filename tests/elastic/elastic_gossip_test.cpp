@@ -1,5 +1,5 @@
-// Elastic jobs of hosts that average their parameters: a rank ends in each moment of a step, and neither its host nor the job
-// ends with it.
+// Elastic jobs of hosts that average their parameters: a rank ends in each moment of a step, and neither its host nor
+// the job ends with it.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -212,8 +212,8 @@ TEST_F(ElasticGossip, ELA12_plain_steps_go_on_after_an_elastic_loop_that_has_los
   for (const int rank : {0, 1}) EXPECT_EQ(ended[static_cast<size_t>(rank)].text, "3 ranks, are near, 2 left");
 }
 
-// It has given its part to the commit, and its values to its peer on the other host, which is late and comes to a step without
-// it. The losses are zero, so that the step does nothing but average.
+// It has given its part to the commit, and its values to its peer on the other host, which is late and comes to a step
+// without it. The losses are zero, so that the step does nothing but average.
 TEST_F(ElasticGossip, ELA12_a_rank_that_ends_after_its_part_of_the_commit_is_averaged) {
   struct Shared {
     std::atomic<int64_t> at;  // when rank 3 ends, in microseconds

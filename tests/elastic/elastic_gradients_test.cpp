@@ -215,8 +215,8 @@ TEST(ElasticGradients, ELA02_gradients_from_before_a_step_in_which_a_rank_dies_a
   }
 }
 
-// Rank 1 is killed before its backward of step 2. catches: `compute` catches what the others' backward throws, as loops do
-// that skip bad batches; nobody may update with gradients of some of the ranks.
+// Rank 1 is killed before its backward of step 2. catches: `compute` catches what the others' backward throws, as loops
+// do that skip bad batches; nobody may update with gradients of some of the ranks.
 std::vector<std::string> hashes_after_a_death(test::Sharding sharding, bool catches) {
   const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
     const auto self = static_cast<size_t>(world.rank());

@@ -108,8 +108,8 @@ inline void die_at_each_moment(const std::vector<Trained>& list) {
   }
 }
 
-// Ranks and whole hosts are killed at random, with SHOAL_SEED, in SHOAL_KILLS trials. may_train: whether hosts of this kind can be
-// trained so. Bits are compared over tcp, or with shards.
+// Ranks and whole hosts are killed at random, with SHOAL_SEED, in SHOAL_KILLS trials. may_train: whether hosts of this
+// kind can be trained so. Bits are compared over tcp, or with shards.
 inline void kill_on_hosts_at_random(const std::vector<Kind>& kinds, const std::vector<Trained>& list,
                                     const std::function<bool(const Kind&, const Trained&)>& may_train) {
   const int seed = number_of("SHOAL_SEED", 1);

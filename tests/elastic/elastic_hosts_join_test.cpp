@@ -1,4 +1,5 @@
-// Processes that come to an elastic job on several hosts: on hosts that have ranks, on hosts that have lost theirs, and on others.
+// Processes that come to an elastic job on several hosts: on hosts that have ranks, on hosts that have lost theirs, and
+// on others.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -117,7 +118,8 @@ TEST_F(ElasticHostsJoin, ELA06_ELA12_local_updates) {
 
 enum class Fault { newcomer_is_killed, host_of_the_newcomer_is_lost, member_is_killed, host_of_members_is_lost };
 
-// One trial: a newcomer comes to three hosts, and something is killed at a random moment from its start or its knock on.
+// One trial: a newcomer comes to three hosts, and something is killed at a random moment from its start or its knock
+// on.
 void join_with(Fault fault, int trial, std::mt19937& random) {
   constexpr int epochs = 3;
   const auto& sharded = trial % 4 == 1 ? by_host : fully_sharded;

@@ -1,5 +1,5 @@
-// Elastic jobs on several hosts, each of which has all shards: a host is lost, ranks end in each moment of a step, and hosts are
-// left with different numbers of ranks.
+// Elastic jobs on several hosts, each of which has all shards: a host is lost, ranks end in each moment of a step, and
+// hosts are left with different numbers of ranks.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -120,8 +120,8 @@ class JoinJob {
   std::map<int, Process> processes_;
 };
 
-// What is wrong with a training that `judge` repeats, in a process of its own, because one that has run backward must not
-// fork.
+// What is wrong with a training that `judge` repeats, in a process of its own, because one that has run backward must
+// not fork.
 inline std::string judged(const Record& record, int epochs, bool in_rank_order = true, const Trained& trained = {}) {
   const auto verdict =
       run_ranks(1, [&](const World&) { return judge(record, epochs, in_rank_order, trained); }).front();

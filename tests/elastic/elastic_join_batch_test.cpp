@@ -10,7 +10,8 @@ namespace {
 using test::JoinJob;
 using test::reach;
 
-// A global batch of 36 samples in 12 shares. Writes down the loss of a fixed batch after each step, and who takes a sample.
+// A global batch of 36 samples in 12 shares. Writes down the loss of a fixed batch after each step, and who takes a
+// sample.
 constexpr int whole_epochs = 4;
 constexpr size_t whole_samples = 180;
 

@@ -12,8 +12,8 @@
 namespace shoal::elastic_launch_test {
 namespace {
 
-// Runs `meanwhile`, lines of a shell in which $pid is the launcher and ranks_of_it lists its ranks, beside the launcher, from
-// the first epoch's end on.
+// Runs `meanwhile`, lines of a shell in which $pid is the launcher and ranks_of_it lists its ranks, beside the
+// launcher, from the first epoch's end on.
 test::Ended launch_program(const std::string& epochs, const test::TempFolder& folder, const std::string& meanwhile) {
   const auto output = folder.file("output");
   // Without the file of a run before, in which an epoch has ended already.
@@ -84,8 +84,8 @@ TEST(ElasticJoin, ELA06_launchers_of_several_hosts_and_one_that_comes) {
   }
 }
 
-// Fewer ranks of the first ones are left than the least, but others have come. A host with a program that fails, and one with a
-// program that does not train, neither disturb the job nor outlive it.
+// Fewer ranks of the first ones are left than the least, but others have come. A host with a program that fails, and
+// one with a program that does not train, neither disturb the job nor outlive it.
 TEST(ElasticJoin, ELA06_ranks_that_have_come_count_and_hosts_that_do_not_join_end_with_the_job) {
   const test::TempFolder folder;
   const int port = test::free_port();

@@ -1,6 +1,6 @@
 #pragma once
-// Repetition of an elastic training under LocalUpdates in one process: a replica of each rank, and the outer optimizers of
-// the papers.
+// Repetition of an elastic training under LocalUpdates in one process: a replica of each rank, and the outer optimizers
+// of the papers.
 
 #include <algorithm>
 #include <cmath>
@@ -110,8 +110,8 @@ class LocalJudge {
     for (auto& sent : flying_) sent = at::Tensor();
   }
 
-  // The ranks of a step: newcomers begin with the mean and the optimizer of the lowest rank, and what is in flight is sent
-  // again.
+  // The ranks of a step: newcomers begin with the mean and the optimizer of the lowest rank, and what is in flight is
+  // sent again.
   void follow(int64_t step, const std::vector<int>& members, uint64_t generation) {
     if (generation == generation_) return;
     const bool begins = generation_ == 0;
@@ -194,7 +194,8 @@ class LocalJudge {
     return since_warmup >= first && (since_warmup - first) % how_.every == 0;
   }
 
-  // Subsets of the members that have all of those who saw the step complete: over which of them an exchange may have been.
+  // Subsets of the members that have all of those who saw the step complete: over which of them an exchange may have
+  // been.
   static std::vector<std::vector<int>> possible(const std::vector<int>& members,
                                                 const std::map<int, const LocalEntry*>& complete) {
     std::vector<std::vector<int>> list;

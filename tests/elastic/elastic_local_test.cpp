@@ -1,5 +1,5 @@
-// LocalUpdates with ranks that are killed at any moment, and others that come. A repetition in one process, with a replica
-// of each rank, must have the same parameters after each step.
+// LocalUpdates with ranks that are killed at any moment, and others that come. A repetition in one process, with a
+// replica of each rank, must have the same parameters after each step.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -29,7 +29,8 @@ using test::Moment;
 using test::SharedLocalRecord;
 using test::train_locally;
 
-// Local SGD, SlowMo and DiLoCo; parts that travel while ranks train, a warm-up, buffers, parameters that the program writes.
+// Local SGD, SlowMo and DiLoCo; parts that travel while ranks train, a warm-up, buffers, parameters that the program
+// writes.
 std::vector<LocalMethod> methods() {
   const SlowMo slow{.slow_lr = 0.9, .slow_momentum = 0.6};
   return {{{.every = 3}},
@@ -50,8 +51,8 @@ std::string name_of(const LocalMethod& how) {
                      options.fragments, options.delay, options.warmup_steps);
 }
 
-// The verdict, or the numbers of exchanges over all ranks of a step and over fewer: "12 0". In a process of its own, because
-// one that has run backward must not fork.
+// The verdict, or the numbers of exchanges over all ranks of a step and over fewer: "12 0". In a process of its own,
+// because one that has run backward must not fork.
 std::string judged(const test::LocalRecord& record, const LocalMethod& how) {
   const auto ended = test::run_ranks(1, [&](const World&) {
     LocalJudge judge(record, how);
@@ -144,8 +145,8 @@ TEST(ElasticLocal, ELA08_ELA12_a_rank_that_stands_still_is_left_out) {
   }
 }
 
-// Returns once a process has slept for a fifth of a second, as one that waits for others does, and not one that the system does
-// not let run.
+// Returns once a process has slept for a fifth of a second, as one that waits for others does, and not one that the
+// system does not let run.
 void await_sleep(pid_t pid) {
   for (int asleep = 0, looks = 0; asleep < 20 && looks < 1000; ++looks) {
     usleep(10'000);
@@ -222,8 +223,8 @@ TEST(ElasticLocal, ELA12_ranks_end_at_random_moments) {
   EXPECT_GT(kills.all, 0);
 }
 
-// A model whose exchange takes longer than all else of a step, so that ranks end in it. Each rank's gradient is its number,
-// so that a parameter shows over which ranks a mean was.
+// A model whose exchange takes longer than all else of a step, so that ranks end in it. Each rank's gradient is its
+// number, so that a parameter shows over which ranks a mean was.
 struct Wide : torch::nn::Module {
   Wide() { weight = register_parameter("weight", at::zeros({int64_t{1} << 20}, at::kDouble)); }
   at::Tensor weight;

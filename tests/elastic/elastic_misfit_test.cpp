@@ -1,4 +1,5 @@
-// Processes that come to an elastic job and do not fit, or go wrong before their first step: the job goes on without them.
+// Processes that come to an elastic job and do not fit, or go wrong before their first step: the job goes on without
+// them.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -412,8 +413,8 @@ TEST(ElasticJoin, ELA06_a_newcomer_does_not_save_before_it_is_admitted) {
   expect_good(job, {0, 1}, *record, 1);
 }
 
-// Without a sampler. The newcomer's schedule is at another place than the job's, which shows in a later step, or it asks
-// for an epoch.
+// Without a sampler. The newcomer's schedule is at another place than the job's, which shows in a later step, or it
+// asks for an epoch.
 TEST(ElasticJoin, ELA06_a_newcomer_with_another_schedule_or_without_epochs_leaves) {
   for (const bool asks : {false, true}) {
     SCOPED_TRACE(asks);

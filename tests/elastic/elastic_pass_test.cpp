@@ -60,8 +60,8 @@ std::function<void()> death_at(Loop& loop, int64_t step) {
   };
 }
 
-// Rank 1 fails in the commit of the last step of its first pass, which rank 0 has left for the next one. With names, the
-// loop leaves each pass after three of five steps.
+// Rank 1 fails in the commit of the last step of its first pass, which rank 0 has left for the next one. With names,
+// the loop leaves each pass after three of five steps.
 void finish_a_pass_that_rank_0_has_left(bool with_names) {
   const test::SharedRecord record;
   const size_t steps = with_names ? 3 : 5;

@@ -169,8 +169,8 @@ inline void add_to(std::vector<at::Tensor>& sums, const std::vector<at::Tensor>&
 }
 
 // Repeats the training from the record in this process. Returns what is wrong with it; empty: nothing. in_rank_order:
-// whether the transport adds in the order of ranks, so that the bits can be compared; otherwise the sum of the parameters is, to
-// 1e-3.
+// whether the transport adds in the order of ranks, so that the bits can be compared; otherwise the sum of the
+// parameters is, to 1e-3.
 inline std::string judge(const Record& record, int epochs, bool in_rank_order = true, const Trained& trained = {}) {
   struct Complete {
     const Entry* entry;

@@ -1,4 +1,5 @@
-// Elastic jobs whose shards lie on several hosts: each shard has a second owner on another host, which makes the same updates.
+// Elastic jobs whose shards lie on several hosts: each shard has a second owner on another host, which makes the same
+// updates.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -155,7 +156,8 @@ TEST_F(ElasticSecondOwner, ELA10_the_loss_of_both_owners_names_the_shards) {
   }
 }
 
-// Ranks that own the same are never killed at once; a later one is killed when the shards may or may not be divided anew.
+// Ranks that own the same are never killed at once; a later one is killed when the shards may or may not be divided
+// anew.
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments) {
   const int seed = test::number_of("SHOAL_SEED", 1);
   const int trials = test::number_of("SHOAL_KILLS", 12);

@@ -21,7 +21,8 @@ using test::over;
 using test::quick;
 using test::Trained;
 
-// What both owners have, whatever was done to gradients and parameters: the state of all ranks is the same without either of them.
+// What both owners have, whatever was done to gradients and parameters: the state of all ranks is the same without
+// either of them.
 struct Done {
   const char* what;
   std::function<void(const test::Wrapped& wrapped, const at::Tensor& x)> compute;

@@ -1,4 +1,5 @@
-// Ranks that live and do nothing: the others kill them and go on. Afterwards a judge repeats the training in one process.
+// Ranks that live and do nothing: the others kill them and go on. Afterwards a judge repeats the training in one
+// process.
 
 #include <gtest/gtest.h>
 

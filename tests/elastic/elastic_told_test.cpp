@@ -1,5 +1,5 @@
-// What a run says of ranks that have died in it: in its metrics file, in `shoal report` and `shoal top`, and in the flight
-// recorder.
+// What a run says of ranks that have died in it: in its metrics file, in `shoal report` and `shoal top`, and in the
+// flight recorder.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -139,7 +139,8 @@ struct Trained {
   bool is_fsdp() const {
     return sharding == Sharding::fsdp || sharding == Sharding::hybrid || sharding == Sharding::gossip;
   }
-  // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP and FSDP take in their order.
+  // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP and FSDP take in
+  // their order.
   bool sums_by_host(bool equal_hosts) const {
     return sharding == Sharding::hybrid || sharding == Sharding::zero2_by_host ||
            sharding == Sharding::megatron_by_host ||

@@ -1,5 +1,5 @@
-// A program that the launcher's ranks run, as a user writes it: a loop that ranks leave and join. Arguments: epochs, file of
-// metrics. Each rank ends with the norm of its parameters.
+// A program that the launcher's ranks run, as a user writes it: a loop that ranks leave and join. Arguments: epochs,
+// file of metrics. Each rank ends with the norm of its parameters.
 
 #include <ATen/Parallel.h>
 #include <torch/optim/adam.h>

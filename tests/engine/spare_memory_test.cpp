@@ -34,7 +34,8 @@ int fresh_buffers(SpareMemory spare, const std::vector<int64_t>& sizes, int64_t*
   return fresh;
 }
 
-// The matrices of a block of GPT with width 1024, in Ki elements: they come in turns, so that no two in a row are alike.
+// The matrices of a block of GPT with width 1024, in Ki elements: they come in turns, so that no two in a row are
+// alike.
 TEST(SpareMemory, sizes_that_alternate_use_each_others_memory) {
   const std::vector<int64_t> sizes{4096, 4096, 1024, 3072};
   int64_t most = 0;
@@ -43,7 +44,8 @@ TEST(SpareMemory, sizes_that_alternate_use_each_others_memory) {
   EXPECT_GT(fresh_buffers(SpareMemory(), sizes, &most), 4) << "with buffers that fit closely, most are fresh";
 }
 
-// The buckets of GPT with width 512, of 4 MiB and a trailer. The norms' is just too small for one of them, and not for the next.
+// The buckets of GPT with width 512, of 4 MiB and a trailer. The norms' is just too small for one of them, and not for
+// the next.
 TEST(SpareMemory, sizes_that_nearly_fit_are_one) {
   const std::vector<int64_t> numels{197632, 1049088, 1050624, 1050112, 1024};
   EXPECT_EQ(common_sizes(numels, 1 << 20, 4), std::vector<int64_t>(5, 1050624));

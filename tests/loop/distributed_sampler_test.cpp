@@ -1,5 +1,5 @@
-// Order and place of a DistributedSampler: by epoch and seed, saved and loaded. Shards are in sampler_shards_test.cpp, data
-// loaders in sampler_loader_test.cpp, changes of the ranks in sampler_division_test.cpp.
+// Order and place of a DistributedSampler: by epoch and seed, saved and loaded. Shards are in sampler_shards_test.cpp,
+// data loaders in sampler_loader_test.cpp, changes of the ranks in sampler_division_test.cpp.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -73,8 +73,8 @@ TEST(FusedSGD, equals_libtorchs_sgd) {
   }
 }
 
-// libtorch's Module::parameters() lists a submodule's parameters under each of its names, and its optimizers update them
-// each time. A new momentum has no values before the first of these updates.
+// libtorch's Module::parameters() lists a submodule's parameters under each of its names, and its optimizers update
+// them each time. A new momentum has no values before the first of these updates.
 template <class Fused, class Plain, class Options>
 void expect_each_update(const Options& options) {
   auto own = parameters(at::kDouble), reference = parameters(at::kDouble);

@@ -156,7 +156,8 @@ TEST_F(ByHost, MEG01_gradients_are_the_mean_over_all_ranks_of_all_hosts) {
   }
 }
 
-// Within the host each gradient goes to its owner; between hosts the owners exchange their own, a half of the model each.
+// Within the host each gradient goes to its owner; between hosts the owners exchange their own, a half of the model
+// each.
 TEST_F(ByHost, SDP02_MEG02_what_is_sent_within_and_between_hosts) {
   run({2, 2}, [](const World& world) -> std::string {
     const auto log = std::make_shared<CallLog>();

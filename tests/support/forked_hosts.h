@@ -1,6 +1,6 @@
 #pragma once
-// Ranks on several hosts of this machine: process namespaces with a /proc of their own, forked from a test, which holds the
-// job's store. The first process of each tells who has ended there, as launchers do. All are on loopback.
+// Ranks on several hosts of this machine: process namespaces with a /proc of their own, forked from a test, which holds
+// the job's store. The first process of each tells who has ended there, as launchers do. All are on loopback.
 
 #include <ATen/Parallel.h>
 #include <fcntl.h>
@@ -45,8 +45,8 @@ class ForkedHosts {
     return status == 0;
   }
 
-  // Runs `body` on hosts.size() hosts with so many ranks each, which may be none. later: by host, processes that may join the
-  // job, numbered from ranks() on; they wait for bring().
+  // Runs `body` on hosts.size() hosts with so many ranks each, which may be none. later: by host, processes that may
+  // join the job, numbered from ranks() on; they wait for bring().
   ForkedHosts(std::vector<int> hosts, const std::function<std::string(const World&)>& body,
               const WorldOptions& options = {}, std::vector<int> later = {})
       : hosts_(std::move(hosts)), later_(std::move(later)), inits_(hosts_.size()) {

@@ -24,8 +24,8 @@ struct RankEnded {
   std::chrono::steady_clock::time_point at{};
 };
 
-// Runs `body` on `size` ranks. `meanwhile` runs in the parent, and may start further ranks. chosen: options of the world;
-// rank, size, address and timeouts are set here.
+// Runs `body` on `size` ranks. `meanwhile` runs in the parent, and may start further ranks. chosen: options of the
+// world; rank, size, address and timeouts are set here.
 inline std::vector<RankEnded> run_ranks(int size, const std::function<std::string(const World&)>& body,
                                         const std::function<void(const std::vector<pid_t>&)>& meanwhile = {},
                                         const WorldOptions& chosen = {}) {

@@ -17,8 +17,8 @@ constexpr bool counts_freed_memory = true;
 constexpr bool counts_freed_memory = false;
 #endif
 
-// Returns memory that malloc has free, which it would otherwise hand out again without new pages, and makes large blocks
-// go back when they are freed.
+// Returns memory that malloc has free, which it would otherwise hand out again without new pages, and makes large
+// blocks go back when they are freed.
 inline void return_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 1 << 16);
   malloc_trim(0);

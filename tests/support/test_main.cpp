@@ -1,5 +1,5 @@
-// Main function of tests in one process: GoogleTest's own, but for the end. libtorch's static destructors take a third of the
-// time of a short test.
+// Main function of tests in one process: GoogleTest's own, but for the end. libtorch's static destructors take a third
+// of the time of a short test.
 
 #include <gmock/gmock.h>
 

@@ -1,6 +1,6 @@
 #pragma once
-// The command-line program, started from a copy of a process that has loaded its libraries: to load libtorch takes 0.2 s of
-// processor time, which is most of what many commands take.
+// The command-line program, started from a copy of a process that has loaded its libraries: to load libtorch takes 0.2
+// s of processor time, which is most of what many commands take.
 
 #include <sys/socket.h>
 #include <sys/types.h>
@@ -37,8 +37,8 @@ struct MessageWithDescriptor {
 // Starts `program` in this way from now on. library: what is preloaded for it (warm_start.cpp).
 void warm_up(const std::string& program, const std::string& library);
 
-// The process, which is a child of this one. Nothing if it must be started as usual: another program, or not in the folder
-// and with the variables (NAME=VALUE each) of the first start, but for SHOAL_*, which libraries do not read.
+// The process, which is a child of this one. Nothing if it must be started as usual: another program, or not in the
+// folder and with the variables (NAME=VALUE each) of the first start, but for SHOAL_*, which libraries do not read.
 std::optional<pid_t> start_warm(const std::vector<std::string>& arguments, const std::vector<std::string>& variables,
                                 int output);
 

@@ -1,6 +1,6 @@
-// Preloaded into a program whose libraries take long to load (tests/support/warm_program.h): the process loads them, stops
-// before main(), and forks a copy of itself for each request. The copy goes on with main(), with the arguments, variables
-// and output of the request.
+// Preloaded into a program whose libraries take long to load (tests/support/warm_program.h): the process loads them,
+// stops before main(), and forks a copy of itself for each request. The copy goes on with main(), with the arguments,
+// variables and output of the request.
 
 #include <dlfcn.h>
 #include <sched.h>
@@ -19,8 +19,8 @@
 namespace shoal::test {
 namespace {
 
-// Like fork(), but the child is one of our parent's, which waits for it as for any process that it starts. The C library
-// finds the child's number where it keeps that of its thread.
+// Like fork(), but the child is one of our parent's, which waits for it as for any process that it starts. The C
+// library finds the child's number where it keeps that of its thread.
 pid_t fork_sibling() {
   int* number = nullptr;
   if (prctl(PR_GET_TID_ADDRESS, &number) != 0) return -1;

@@ -1,6 +1,6 @@
 // Main function of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement]
-// [--timeout SECONDS] [--device cuda]` forks N ranks, as `mpirun -n N TEST` starts copies. Each rank joins the world and runs the whole
-// suite, so that all ranks execute every test body together.
+// [--timeout SECONDS] [--device cuda]` forks N ranks, as `mpirun -n N TEST` starts copies. Each rank joins the world
+// and runs the whole suite, so that all ranks execute every test body together.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>

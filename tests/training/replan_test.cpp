@@ -1,5 +1,5 @@
-// Change of strategy and precision between two steps, in memory (BEY15): what goes over and what it costs. Refusals are in
-// replan_refused_test.cpp, chains of changes and of ranks in replan_chain_test.cpp.
+// Change of strategy and precision between two steps, in memory (BEY15): what goes over and what it costs. Refusals are
+// in replan_refused_test.cpp, chains of changes and of ranks in replan_chain_test.cpp.
 
 #include <gtest/gtest.h>
 
@@ -160,8 +160,8 @@ TEST(Replan, BEY15_optimizers_of_whole_parameters_need_a_strategy_that_has_them)
 }
 
 // Beyond what the training has before: a copy of the rank's share of the parameters and the new state, which is two
-// shares; a unit of parameters is whole, and sent, while it is sharded. Pages and buckets of the old strategy are gone by
-// then.
+// shares; a unit of parameters is whole, and sent, while it is sharded. Pages and buckets of the old strategy are gone
+// by then.
 TEST(Replan, BEY15_memory_is_a_share_of_the_parameters_and_the_new_state) {
   constexpr int64_t hidden = 1024;
   constexpr double unit = hidden * hidden * sizeof(float);

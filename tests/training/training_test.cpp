@@ -23,8 +23,8 @@ constexpr int micros = 2;
 constexpr double largest_norm = 0.05;  // less than any here
 const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
-// Several buckets, units and fragments of a small model; exchanges after every step that change nothing where ranks have
-// the same.
+// Several buckets, units and fragments of a small model; exchanges after every step that change nothing where ranks
+// have the same.
 const StrategyOptions small{
     {"bucket_cap_mb", "0.0005"}, {"first_bucket_mb", "0.0005"}, {"bucket_size", "100"}, {"reduce_buffer_size", "100"},
     {"unit_numel", "100"},       {"sync_every", "1"},           {"outer_lr", "1"},      {"outer_momentum", "0"}};

@@ -54,8 +54,8 @@ struct Label {
 //   all_gather                          inputs = {[n]}, outputs = {[size * n]}; part r comes from rank r
 //   gather                              inputs = {[n]}; outputs = one [n] per rank on the root, none elsewhere
 //   scatter                             outputs = {[n]}; inputs = one [n] per rank on the root, none elsewhere
-//   all_to_all                          inputs, outputs = {[size * n]}, in memory of their own; part r goes to and comes
-//                                       from rank r
+//   all_to_all                          inputs, outputs = {[size * n]}, in memory of their own; part r goes to rank r,
+//                                       and part r of outputs comes from there
 //   barrier                             no tensors
 //
 // If the parts differ in size, a list of one tensor per rank replaces the single tensor: inputs of reduce_scatter and

@@ -130,7 +130,8 @@ class DataParallelCore : public Joinable {
 
 namespace detail {
 
-// A forward between before() and after(tensors of its result); failed() if any of them throws. Returns the result, if any.
+// A forward between before() and after(tensors of its result); failed() if any of them throws. Returns the result, if
+// any.
 template <class Before, class Forward, class After, class Failed>
 auto forward_between(Before&& before, Forward&& forward, After&& after, Failed&& failed) {
   try {

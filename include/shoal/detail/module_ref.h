@@ -1,6 +1,6 @@
 #pragma once
-// A reference to a module, as the parameter of functions that take a module or its holder. Each is then one function, which auto,
-// std::function and std::bind take.
+// A reference to a module, as the parameter of functions that take a module or its holder. Each is then one function,
+// which auto, std::function and std::bind take.
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>

@@ -28,10 +28,10 @@ struct StepResult {
 // Optimizer of which each rank runs a part. A rank owns whole parameters (OSS) or ranges of their elements
 // (DistributedOptimizer, FullyShardedOptimizer), keeps their state and updates them. Its param groups are those of the
 // whole model, with options as the local optimizer resolves them. Schedulers work on it, and options may change between
-// steps, alike on all ranks: DisagreeError in the next step(), where options or a loaded state differ (not in elastic jobs,
-// which compare rates where ranks join). state() is empty: local_optimizer().state() has what this rank updates,
-// state_dict() everything. Changes of the param groups or the state through torch::optim::Optimizer&, whose functions are
-// not virtual, are a UsageError in the next step().
+// steps, alike on all ranks: DisagreeError in the next step(), where options or a loaded state differ (not in elastic
+// jobs, which compare rates where ranks join). state() is empty: local_optimizer().state() has what this rank updates,
+// state_dict() everything. Changes of the param groups or the state through torch::optim::Optimizer&, whose functions
+// are not virtual, are a UsageError in the next step().
 class ShardedOptimizerBase : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -77,14 +77,16 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void share(ParamGroups groups, size_t given);
   // Adopts parameters that the user has replaced or written since the last step; step() calls it first. Collective.
   void adopt_changes();
-  // Options that were changed, and states that were loaded since the last step, must be the same on all ranks: DisagreeError.
-  // Collective if there are any.
+  // Options that were changed, and states that were loaded since the last step, must be the same on all ranks:
+  // DisagreeError. Collective if there are any.
   void agree_on_changes();
-  // For Elastic: goes on in the state's group, whose ranks own other shares, with the optimizer state of the former ones,
-  // after `step` steps. If it fails, the former ones count, and it may be called again. Collective over the new group.
+  // For Elastic: goes on in the state's group, whose ranks own other shares, with the optimizer state of the former
+  // ones, after `step` steps. If it fails, the former ones count, and it may be called again. Collective over the new
+  // group.
   void take_over(int64_t step);
-  // Where the ranks before or after a change have second owners: all learn whose shards count, the former ones or those of a change that
-  // has failed. Call it first in a change. apart: whether ranks share no parameters afterwards. Collective over the ranks of the job.
+  // Where the ranks before or after a change have second owners: all learn whose shards count, the former ones or those
+  // of a change that has failed. Call it first in a change. apart: whether ranks share no parameters afterwards.
+  // Collective over the ranks of the job.
   void begin_regroup(const Group& group, bool apart);
   // Then in place of take_over(), in the state's group, once what its ranks own is divided anew, without values.
   void take_over_from_owners(int64_t step);
@@ -128,11 +130,11 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
 
 // Sharded optimizer by ranges, created by the strategies. The set of parameters is fixed at construction.
 //
-// As for any libtorch optimizer, grad() decides: a parameter whose grad() is undefined is not updated, a zeroed gradient
-// counts as zero, and a tensor set by hand is the gradient (all ranks must set the same). After a reduction, grad() is a
-// tensor without memory that stands for the reduced gradient: all forms of zero_grad() drop or zero it; an operator that
-// reads it throws a UsageError, which names the parameter and the right call. With a scaler, a second step or backward
-// with the same gradients is a UsageError. 16-bit parameters are updated in float32.
+// As for any libtorch optimizer, grad() decides: a parameter whose grad() is undefined is not updated, a zeroed
+// gradient counts as zero, and a tensor set by hand is the gradient (all ranks must set the same). After a reduction,
+// grad() is a tensor without memory that stands for the reduced gradient: all forms of zero_grad() drop or zero it; an
+// operator that reads it throws a UsageError, which names the parameter and the right call. With a scaler, a second
+// step or backward with the same gradients is a UsageError. 16-bit parameters are updated in float32.
 class ShardedOptimizerCore : public ShardedOptimizerBase {
  public:
   struct State;
@@ -155,8 +157,9 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   State& state() const;
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
-  // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
-  // `step` steps. job: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
+  // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones,
+  // after `step` steps. job: those ranks, and those of other hosts that hold the same. See take_over(). Collective over
+  // `group`.
   void regroup(const Group& group, const Group& job, std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step);
 
  private:

@@ -39,8 +39,8 @@ struct Recipe {
   std::unique_ptr<PythonOptions> defaults;
   OptimizerFactory make;
 };
-// groups: param groups with all options; defaults: of the class `name`; make: takes a list of param groups, and the wrapper keeps it;
-// agreement: on each step, or none.
+// groups: param groups with all options; defaults: of the class `name`; make: takes a list of param groups, and the
+// wrapper keeps it; agreement: on each step, or none.
 Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, const py::object& make,
                  std::shared_ptr<StepAgreement> agreement);
 

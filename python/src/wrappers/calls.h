@@ -17,7 +17,8 @@ namespace shoal::python {
 // What Python code has raised last, on this thread, if it was one of shoal's errors; nullptr: nothing.
 SharedObject& last_raised();
 
-// As unlocked(). If an error of shoal comes out that Python code has raised in it, it is that one, with its class and traceback.
+// As unlocked(). If an error of shoal comes out that Python code has raised in it, it is that one, with its class and
+// traceback.
 template <class Act>
 auto unlocked_with_calls(const Act& act) {
   // Its traceback keeps whatever the program had in its frames, such as the graph of a step that was undone.
@@ -46,7 +47,8 @@ SharedObject call(const SharedObject& function, Arguments... arguments) {
   }
 }
 
-// Calls function(argument) while torch.compile compiles nothing. As torch.compiler.disable does, whose import takes seconds.
+// Calls function(argument) while torch.compile compiles nothing. As torch.compiler.disable does, whose import takes
+// seconds.
 py::object call_uncompiled(const py::function& function, const py::object& argument);
 
 }  // namespace shoal::python

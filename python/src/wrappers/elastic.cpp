@@ -168,7 +168,8 @@ class ElasticTrainer {
         .finish();
     return options;
   }
-  // The text that a newcomer gets: a line of JSON with the kinds of the optimizer's numbers, then what the program gives.
+  // The text that a newcomer gets: a line of JSON with the kinds of the optimizer's numbers, then what the program
+  // gives.
   std::function<std::string()> with_kinds(const SharedObject& give) const {
     return [this, give] {
       const auto text = call(give);

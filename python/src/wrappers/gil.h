@@ -24,8 +24,9 @@ inline SharedObject share(py::object object) {
           }};
 }
 
-// A weak reference. Python's garbage collector sees nothing of what C++ holds, and a user's object may lead to the wrapper, so
-// that both would stay for ever: wrappers in Python keep such objects, and C++ refers to them. Call it with the lock.
+// A weak reference. Python's garbage collector sees nothing of what C++ holds, and a user's object may lead to the
+// wrapper, so that both would stay for ever: wrappers in Python keep such objects, and C++ refers to them. Call it with
+// the lock.
 inline SharedObject share_weakly(const py::object& object) {
   return share(py::weakref(object));
 }
@@ -59,13 +60,14 @@ inline PyFrameObject*& frame_left() {
   return frame;
 }
 
-// Whether C++ of shoal, which catches errors by their classes in C++, has called what runs here, and no Python in between.
-// Call it with the lock.
+// Whether C++ of shoal, which catches errors by their classes in C++, has called what runs here, and no Python in
+// between. Call it with the lock.
 inline bool is_called_by_shoal() {
   return frame_left() != nullptr && PyEval_GetFrame() == frame_left();
 }
 
-// `act` without the lock, for whatever waits or computes. An exception of Python code that it has called stays what it is.
+// `act` without the lock, for whatever waits or computes. An exception of Python code that it has called stays what it
+// is.
 template <class Act>
 auto unlocked(Act&& act) {
   const auto restore =

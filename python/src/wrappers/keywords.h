@@ -132,7 +132,8 @@ void read_fields(Keywords& keywords, Options& options, const char* name, T Owner
   read_fields(keywords, options, others...);
 }
 
-// Options whose arguments all are fields: options_from<TopKOptions>(given, "TopKHook", "fraction", &TopKOptions::fraction).
+// Options whose arguments all are fields: options_from<TopKOptions>(given, "TopKHook", "fraction",
+// &TopKOptions::fraction).
 template <class Options, class... Fields>
 Options options_from(const py::dict& given, const char* owner, Fields... fields) {
   Options options;

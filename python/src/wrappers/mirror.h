@@ -27,7 +27,8 @@ class Mirror : public torch::nn::Module, public HasTransientBuffers, public Resi
   void refresh();
 
   bool is_transient(const std::string& name) const override { return transient_.contains(name); }
-  // Asks modules with a _load_from_state_dict() of their own. See shoal/_resized.py. Of the root; call it without the lock.
+  // Asks modules with a _load_from_state_dict() of their own. See shoal/_resized.py. Of the root; call it without the
+  // lock.
   std::function<void()> take_shapes(const Shapes& shapes) const override;
 
  private:

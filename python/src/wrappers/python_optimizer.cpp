@@ -104,7 +104,8 @@ py::object number_in_python(double number, const std::string& kind) {
   return py::cast(at::scalar_tensor(number, dtype));
 }
 
-// Loads a state into Python's, or copies of it. Numbers become what they are there already, or of the kinds that are known.
+// Loads a state into Python's, or copies of it. Numbers become what they are there already, or of the kinds that are
+// known.
 void load_into(const py::object& optimizer, const py::object& parameter, const NamedState& loaded,
                const NumberKinds& kinds, bool copy) {
   auto all = optimizer.attr("state");

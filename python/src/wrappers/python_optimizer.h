@@ -1,5 +1,6 @@
 #pragma once
-// A torch.optim.Optimizer of Python as an optimizer of libtorch: over parameters that shoal chooses, or over those it has.
+// A torch.optim.Optimizer of Python as an optimizer of libtorch: over parameters that shoal chooses, or over those it
+// has.
 
 #include <torch/optim/optimizer.h>
 
@@ -19,8 +20,8 @@ namespace shoal::python {
 // Who decides on options: the param groups of this object, or those of the Python optimizer.
 enum class OptionsOf { libtorch, python };
 
-// What numbers of an optimizer's state are in Python, by name: "int", "float", "bool", or a tensor of a dtype, "torch.float64".
-// Shared by the optimizers of all shares. Use it with the lock.
+// What numbers of an optimizer's state are in Python, by name: "int", "float", "bool", or a tensor of a dtype,
+// "torch.float64". Shared by the optimizers of all shares. Use it with the lock.
 using NumberKinds = std::map<std::string, std::string>;
 
 class PythonOptimizer : public torch::optim::Optimizer {
@@ -44,8 +45,8 @@ class PythonOptimizer : public torch::optim::Optimizer {
   void write();
   void write_state();  // without the options, whose objects a program may hold, such as a rate that is a tensor
 
-  // UsageError for state that is not a parameter's, which neither newcomers nor a rank that finishes another one's update
-  // would have. Call it with the lock.
+  // UsageError for state that is not a parameter's, which neither newcomers nor a rank that finishes another one's
+  // update would have. Call it with the lock.
   void require_state_of_parameters() const;
 
   py::object python() const;

@@ -43,8 +43,8 @@ class PythonOptions : public torch::optim::OptimizerCloneableOptions<PythonOptio
   std::string optimizer_;
 };
 
-// A value for Python. `like`: the value that Python has, whose kind it gets; none: whole numbers are integers, which serve
-// as floats too. Call it with the lock.
+// A value for Python. `like`: the value that Python has, whose kind it gets; none: whole numbers are integers, which
+// serve as floats too. Call it with the lock.
 py::object to_python(const c10::IValue& value, const py::handle& like);
 
 }  // namespace shoal::python

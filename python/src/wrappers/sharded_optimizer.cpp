@@ -44,8 +44,8 @@ std::vector<std::pair<size_t, at::Tensor>> gradients_by_hand(const ShardedOptimi
   return found;
 }
 
-// As torch.optim's. libtorch's also detaches what it drops, and PyTorch's profiler, told of an operator, reads the memory
-// of its tensors, which stand-ins do not have.
+// As torch.optim's. libtorch's also detaches what it drops, and PyTorch's profiler, told of an operator, reads the
+// memory of its tensors, which stand-ins do not have.
 void zero_grad(ShardedOptimizerBase& optimizer, bool set_to_none) {
   for (auto& group : optimizer.param_groups()) {
     for (auto& parameter : group.params()) {

@@ -23,8 +23,8 @@ class StepAgreement {
   // if ranks agree. Collective; call it without the lock.
   void meet(const ParamGroups& groups, const std::string& failure) const;
 
-  // In an elastic job ranks agree before a step's commit, because an update must not communicate, and steps of the optimizer do
-  // not any more. group: of the present ranks.
+  // In an elastic job ranks agree before a step's commit, because an update must not communicate, and steps of the
+  // optimizer do not any more. group: of the present ranks.
   void move_before_commit(Group group) {
     group_ = std::move(group);
     before_commit_ = true;

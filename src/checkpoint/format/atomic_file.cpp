@@ -24,8 +24,8 @@ void throw_system_error(const char* action, const std::filesystem::path& path) {
 
 namespace {
 
-// Names of unfinished copies of the file by this host's processes begin so; the number of the process follows. A file name
-// has at most NAME_MAX bytes.
+// Names of unfinished copies of the file by this host's processes begin so; the number of the process follows. A file
+// name has at most NAME_MAX bytes.
 std::string beginning_of(const std::filesystem::path& path) {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);

@@ -9,9 +9,9 @@
 
 namespace shoal {
 
-// File that gets its name in complete() and disappears otherwise. Until then it is called NAME.tmp-HOST-PROCESS, where a
-// long NAME is cut and has a checksum, and an older file NAME stays. The constructor removes unfinished copies of NAME by
-// processes of this host that were killed. Errors are CheckpointErrors with file and reason.
+// File that gets its name in complete() and disappears otherwise. Until then it is called NAME.tmp-HOST-PROCESS, where
+// a long NAME is cut and has a checksum, and an older file NAME stays. The constructor removes unfinished copies of
+// NAME by processes of this host that were killed. Errors are CheckpointErrors with file and reason.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);
@@ -37,8 +37,8 @@ class AtomicFile {
 // Writes a small file, durable on return.
 void write_atomically(const std::filesystem::path& path, std::string_view text);
 
-// File that is meant by a path which the user has given: of a symbolic link the target, which need not exist, so that the
-// link stays. CheckpointError for what is no regular file.
+// File that is meant by a path which the user has given: of a symbolic link the target, which need not exist, so that
+// the link stays. CheckpointError for what is no regular file.
 std::filesystem::path target_of(const std::filesystem::path& path);
 
 // Makes names in the folder durable. No effect on file systems that cannot.

@@ -12,8 +12,8 @@ namespace shoal {
 // Writes one safetensors file with the whole tensors of a part, atomically. Memory: pieces.
 void export_file(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part = "model");
 
-// Writes the same as a .pt file, which Python's torch.load opens. Tied weights of a .pt file stay tied. Memory: the whole
-// part.
+// Writes the same as a .pt file, which Python's torch.load opens. Tied weights of a .pt file stay tied. Memory: the
+// whole part.
 void export_pt(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part = "model");
 
 // Writes the form that Hugging Face's libraries open: model.safetensors or, if that would be larger than `shard_bytes`,

@@ -30,8 +30,8 @@ struct Match {
   std::string describe() const;
 };
 
-// Compares the tensors of one part of the checkpoint whose names begin with `prefix` with those that are wanted. An alias
-// of a wanted tensor is not extra where its values equal those of the wanted one, which takes a read of both.
+// Compares the tensors of one part of the checkpoint whose names begin with `prefix` with those that are wanted. An
+// alias of a wanted tensor is not extra where its values equal those of the wanted one, which takes a read of both.
 Match match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part = "model",
             const std::string& prefix = "");
 

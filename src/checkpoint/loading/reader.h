@@ -16,8 +16,8 @@ namespace shoal {
 // around them. index(): for files of other programs, step 0, no state, one rank. Not collective.
 class CheckpointReader : public SliceReader {
  public:
-  // path: as for find_checkpoint(). verify: compare checksums when bytes are first read. whole_records: also of .pt files,
-  // of which a tensor is then read twice, and all of it where a part is asked for.
+  // path: as for find_checkpoint(). verify: compare checksums when bytes are first read. whole_records: also of .pt
+  // files, of which a tensor is then read twice, and all of it where a part is asked for.
   explicit CheckpointReader(const std::filesystem::path& path, bool verify = true, bool whole_records = true);
 
   // The folder or file that was found.

@@ -26,8 +26,8 @@ struct PtTensor {
   std::optional<ChecksummedBytes> record{};  // with its storage; nothing: the writer left checksums out
 };
 
-// Tensors by name, see unpickle_tensors(). Trusts no byte: CheckpointError that names the file, and the tensor that lies
-// beyond its storage, overlaps itself, or has gaps; or that the pickle does not have its checksum.
+// Tensors by name, see unpickle_tensors(). Trusts no byte: CheckpointError that names the file, and the tensor that
+// lies beyond its storage, overlaps itself, or has gaps; or that the pickle does not have its checksum.
 std::map<std::string, PtTensor> read_pt(const InputFile& file);
 
 // Writes a state_dict that torch.load opens. Row-major tensors; those that are one tensor share their storage there.

@@ -50,7 +50,8 @@ class CheckpointSaver {
   // Returns when the values have been copied and may change. Values that do not fit into snapshot_mb are written before
   // it returns. Waits for the previous save and throws its error, without saving anything.
   void save_async(const CheckpointContents& contents);
-  // Waits for the save in the background, and throws its error, unless a change of the ranks of an elastic job has cut it off.
+  // Waits for the save in the background, and throws its error, unless a change of the ranks of an elastic job has cut
+  // it off.
   void wait();
   // The checkpoint that was cut off so, once; empty: none.
   std::string take_lost();

@@ -24,10 +24,10 @@ struct CollectiveOptions {
 std::map<std::string, std::vector<std::string>> known_collective_values();
 
 // Run by every rank of the job; the result is complete on rank 0. "bytes" is the size of the tensor that all ranks have
-// whole: for all_reduce and broadcast the tensor, for reduce_scatter the input, for all_gather the output. It differs from
-// the given size where that is not a number of elements, or cannot be divided among the ranks as the operation does. With the
-// buffers "once", a gather is the publication by all owners and the wait for all of them. A barrier has dtype and
-// buffers "none".
+// whole: for all_reduce and broadcast the tensor, for reduce_scatter the input, for all_gather the output. It differs
+// from the given size where that is not a number of elements, or cannot be divided among the ranks as the operation
+// does. With the buffers "once", a gather is the publication by all owners and the wait for all of them. A barrier has
+// dtype and buffers "none".
 nlohmann::ordered_json bench_collectives(const CollectiveOptions& options);
 
 }  // namespace shoal::cli

@@ -9,10 +9,10 @@
 
 namespace shoal::cli {
 
-// Starts the ranks as `how` says, whose threads must be known; each runs `rank`. They are forked from this process, which
-// has loaded libtorch: that takes 0.3 s of processor time, and 60 MiB that forked ranks share. If this process has other
-// threads, whose locks would stay locked in a fork, they are started with `line`, the command line, instead. Returns the
-// launcher's exit code.
+// Starts the ranks as `how` says, whose threads must be known; each runs `rank`. They are forked from this process,
+// which has loaded libtorch: that takes 0.3 s of processor time, and 60 MiB that forked ranks share. If this process
+// has other threads, whose locks would stay locked in a fork, they are started with `line`, the command line, instead.
+// Returns the launcher's exit code.
 int launch_ranks(LaunchOptions how, const std::vector<std::string>& line, const std::function<int()>& rank);
 
 }  // namespace shoal::cli

@@ -35,8 +35,8 @@ struct DamagedLines {
 };
 
 // Hands out all complete lines; the last one may lack its line end. A part of a last line is still being written and is
-// left out, as are values that are not numbers. NaN, Infinity and -Infinity are numbers, as Python writes them. Reads piece by piece. UsageError
-// that names file and line if all lines are damaged.
+// left out, as are values that are not numbers. NaN, Infinity and -Infinity are numbers, as Python writes them. Reads
+// piece by piece. UsageError that names file and line if all lines are damaged.
 DamagedLines read_metrics(const std::filesystem::path& file, const std::function<void(const MetricsLine& line)>& each);
 
 // The last lines, out of the last 256 KiB. Errors as above.

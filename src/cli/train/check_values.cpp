@@ -78,8 +78,8 @@ void check(const CLI::App& command) {
     const auto name = option->get_name();
     for (const auto& text : option->results()) {
       const bool takes_a_value = option->get_items_expected_max() > 0;
-      // The shell makes it of a variable that is not set; it would be taken for an option that is not given. An option that
-      // may stand alone has its default then.
+      // The shell makes it of a variable that is not set; it would be taken for an option that is not given. An option
+      // that may stand alone has its default then.
       if (takes_a_value && text.empty()) throw UsageError(fmt::format("{}: give a value; it is empty", name));
       if (!option->nonpositional()) continue;
       if (takes_a_value && text.starts_with("--") && command.get_option_no_throw(text) != nullptr) {

@@ -60,7 +60,8 @@ void Trainer::enter_world() {
   take_state();
 }
 
-// Steps are counted as the present ranks would have counted them from the start, as for a checkpoint that they resume from.
+// Steps are counted as the present ranks would have counted them from the start, as for a checkpoint that they resume
+// from.
 void Trainer::divide_anew(Loop& loop) {
   const auto per_epoch = feed_.steps_per_epoch();
   if (!per_epoch) return;
@@ -112,8 +113,8 @@ void Trainer::tell_changes(Loop& loop, TrainResult& result) {
   changes_.clear();
 }
 
-// A collective may be complete on some ranks when it fails on others, so that these do what those have done already. Steps
-// are the same on all (Elastic), so the first of the stages is where all go on; to repeat one does no harm.
+// A collective may be complete on some ranks when it fails on others, so that these do what those have done already.
+// Steps are the same on all (Elastic), so the first of the stages is where all go on; to repeat one does no harm.
 bool Trainer::agree_on_stage(Loop& loop) {
   bool stops = false;
   elastic_->together([&] {
@@ -203,7 +204,8 @@ std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result)
   return step.measured.loss;
 }
 
-// The mean over the ranks, by their samples. Within the step, because the loss of a rank that ends later is lost with it.
+// The mean over the ranks, by their samples. Within the step, because the loss of a rank that ends later is lost with
+// it.
 void Trainer::average_loss(int64_t number, TrainedStep& step) const {
   const auto own = static_cast<double>(step.samples);
   const auto sums = group_.all_reduce({step.measured.loss * own, own}, ReduceOp::sum, {number, -1, "loss"});

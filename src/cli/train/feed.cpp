@@ -111,8 +111,8 @@ class DatasetFeed : public Feed {
   std::optional<size_t> samples() const override { return sampler_.size(); }
 
  private:
-  // Steps that so many samples of all ranks fill, with micro-batches counted as without kept_: the last one may have fewer
-  // samples, and what does not fill a step is left out.
+  // Steps that so many samples of all ranks fill, with micro-batches counted as without kept_: the last one may have
+  // fewer samples, and what does not fill a step is left out.
   int64_t kept_steps(int64_t samples) const {
     return (samples * options_.accumulate + kept_ - 1) / kept_ / options_.accumulate;
   }

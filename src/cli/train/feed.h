@@ -29,12 +29,12 @@ class Feed {
   virtual void skip(int64_t steps) = 0;
   // For elastic training. The sampler whose data Elastic divides; nullptr: batches depend on rank and step alone.
   virtual DistributedSampler* sampler() { return nullptr; }
-  // In place of begin_epoch() and skip(): prepare_epoch() sets the sampler, behind `done` steps of the epoch, open() reads
-  // by the sampler's present division.
+  // In place of begin_epoch() and skip(): prepare_epoch() sets the sampler, behind `done` steps of the epoch, open()
+  // reads by the sampler's present division.
   virtual void prepare_epoch(int64_t /*epoch*/, int64_t /*done*/) {}
   virtual void open() {}
-  // The samples of a step over all ranks, which stay, and those of this rank, which change with the ranks, from the next
-  // open() on: one batch per step.
+  // The samples of a step over all ranks, which stay, and those of this rank, which change with the ranks, from the
+  // next open() on: one batch per step.
   virtual void keep_batch(int64_t /*all*/, int64_t /*own*/) {}
   // Whole steps in the sampler's present division.
   virtual int64_t steps_left() const { return 0; }

@@ -16,8 +16,8 @@ namespace shoal::cli {
 
 namespace {
 
-// Ranks complete no step that the writer has not begun, so that it is behind by the lines of one step. Those of strategies
-// whose ranks do not wait for each other may be further apart.
+// Ranks complete no step that the writer has not begun, so that it is behind by the lines of one step. Those of
+// strategies whose ranks do not wait for each other may be further apart.
 constexpr size_t most_kept = 32;
 constexpr int64_t most_read = 64 << 10;
 

@@ -12,8 +12,8 @@
 
 namespace shoal::cli {
 
-// File that other programs may read while it grows: lines appear complete. One rank writes it; if that rank ends, another
-// one takes over, so that no line is missing and none is there twice.
+// File that other programs may read while it grows: lines appear complete. One rank writes it; if that rank ends,
+// another one takes over, so that no line is missing and none is there twice.
 class Metrics {
  public:
   // behind: appends, for a run that is resumed. What a killed writer left of a line is cut off.
@@ -22,7 +22,8 @@ class Metrics {
   // names a file that cannot be written.
   explicit Metrics(const std::string& path, Start start = Start::anew, bool writes = true);
   bool wanted() const { return !path_.empty(); }
-  // A file that cannot be written any more does not end the training: it is told once, and nothing is written from then on.
+  // A file that cannot be written any more does not end the training: it is told once, and nothing is written from then
+  // on.
   void write(const nlohmann::ordered_json& line);
   // Appends from now on, in place of a rank that has ended: first the kept lines that it has not written. Lines that it
   // has written are left out.

@@ -31,7 +31,8 @@ std::string line_of(const StrategyOption& option, const OptionValues& values) {
 }
 
 std::vector<std::string> lines_of(const TrainOptions& options, const Feed& feed) {
-  // They follow from --batch and --data, of which each host may have its own, and from them schedules, evaluations and the end.
+  // They follow from --batch and --data, of which each host may have its own, and from them schedules, evaluations and
+  // the end.
   const bool counts =
       options.chosen().synchronization != Synchronization::asynchronous && (options.epochs || options.eval);
   const auto steps = counts ? feed.steps_per_epoch() : std::nullopt;

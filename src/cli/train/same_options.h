@@ -7,9 +7,9 @@
 
 namespace shoal::cli {
 
-// DisagreeError on every rank, with the first one that differs, if the ranks' options are not those of one training. What may
-// differ is not compared: paths, --batch (but for the steps of an epoch, where these count), --threads, --device, how long a
-// rank waits, and what rank 0 writes. feed: of the training data. Collective.
+// DisagreeError on every rank, with the first one that differs, if the ranks' options are not those of one training.
+// What may differ is not compared: paths, --batch (but for the steps of an epoch, where these count), --threads,
+// --device, how long a rank waits, and what rank 0 writes. feed: of the training data. Collective.
 void require_same_options(const TrainOptions& options, const Feed& feed, const Group& group);
 
 }  // namespace shoal::cli

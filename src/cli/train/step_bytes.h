@@ -14,8 +14,8 @@ class StepBytes {
   void begin();
   // Counts what has come since.
   void count();
-  // Runs what all ranks do between two steps. No rank sends what belongs to it, or to the step after it, before all have
-  // counted what came until then.
+  // Runs what all ranks do between two steps. No rank sends what belongs to it, or to the step after it, before all
+  // have counted what came until then.
   void between(const Group& present, const std::function<void()>& work);
   int64_t counted() const { return sum_; }
 

@@ -72,8 +72,8 @@ void load_libraries(const TrainOptions& options) {
   toy->forward(input).sum().backward();
 }
 
-// The first signal lets the step end. A second Ctrl-C does not wait; within a second it is the same one, which a launcher has
-// passed on, too.
+// The first signal lets the step end. A second Ctrl-C does not wait; within a second it is the same one, which a
+// launcher has passed on, too.
 void stop(int signal) {
   static volatile std::sig_atomic_t first = 0;  // the second in which it came
   timespec now{};
@@ -145,8 +145,8 @@ std::string summary(const nlohmann::ordered_json& report, const TrainResult& res
   return text;
 }
 
-// Of a rank that is interrupted or fails: what it did last may show why. To write all that days have left would take longer
-// than a launcher waits.
+// Of a rank that is interrupted or fails: what it did last may show why. To write all that days have left would take
+// longer than a launcher waits.
 void keep_trace(const TrainOptions& options, const WorldOptions& world_options, int rank, Clock::duration clock) {
   if (options.trace.empty()) return;
   try {
@@ -326,7 +326,8 @@ void check_resume(const TrainOptions& options) {
                   options.resume));
 }
 
-// Ranks that are forks share the memory of what was read before. OpenMP's threads do not survive a fork: none may begin here.
+// Ranks that are forks share the memory of what was read before. OpenMP's threads do not survive a fork: none may begin
+// here.
 Datasets read_before_forks(const TrainOptions& options) {
   const int threads = at::get_num_threads();
   at::set_num_threads(1);

@@ -78,7 +78,8 @@ class Trainer {
   void tolerate(const std::function<void()>& saving);
   void save_end(int64_t steps, TrainResult& result);
 
-  // Elastic training (elastic_training.cpp). Ranks may notice an end in different stages; they go on with the first one.
+  // Elastic training (elastic_training.cpp). Ranks may notice an end in different stages; they go on with the first
+  // one.
   void make_elastic();
   void train_elastic(Loop& loop, TrainResult& result);
   void run_stage(Loop& loop, TrainResult& result);

@@ -1,5 +1,6 @@
 #pragma once
-// Adapter from a group to a c10d backend, for Python's torch.distributed, libtorch's own reducer and other users of c10d.
+// Adapter from a group to a c10d backend, for Python's torch.distributed, libtorch's own reducer and other users of
+// c10d.
 
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -9,8 +9,8 @@
 
 namespace shoal {
 
-// What a future keeps for an error: another one that stands for it, where a binding of another language asks for that. PyTorch
-// rethrows it where it knows no classes of shoal. Not thread-safe: set it before the first operation.
+// What a future keeps for an error: another one that stands for it, where a binding of another language asks for that.
+// PyTorch rethrows it where it knows no classes of shoal. Not thread-safe: set it before the first operation.
 using FutureErrorMaker = std::exception_ptr (*)(const std::exception_ptr& error);
 void set_future_error(FutureErrorMaker make);
 

@@ -13,8 +13,8 @@
 
 namespace shoal {
 
-// Thread-safe. Outlives its handle, so that a handle may be dropped. No tensor is released and no callback runs under its
-// lock or a transport's, because both may need an interpreter's lock whose holder waits for this one.
+// Thread-safe. Outlives its handle, so that a handle may be dropped. No tensor is released and no callback runs under
+// its lock or a transport's, because both may need an interpreter's lock whose holder waits for this one.
 class BackendFlight {
  public:
   // kept: tensors that live until the operations have ended. finish: runs after the operations, before the flight is

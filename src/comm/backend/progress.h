@@ -11,9 +11,9 @@ namespace shoal {
 
 // Thread that ends flights, so that futures complete, dropped handles are released and peers get their messages while
 // this rank's own threads do something else. It starts with the first flight. It sleeps while there are no flights, and
-// otherwise until a peer has done something; operations that are waited for at once never wake it. A callback that it runs
-// may wait for other flights, which another thread ends meanwhile; so callbacks of several flights may run at the same time.
-// Thread-safe.
+// otherwise until a peer has done something; operations that are waited for at once never wake it. A callback that it
+// runs may wait for other flights, which another thread ends meanwhile; so callbacks of several flights may run at the
+// same time. Thread-safe.
 class Progress {
  public:
   // memory: of this process, or nullptr.
@@ -28,7 +28,8 @@ class Progress {
   void hurry();
   // A callback that may wait for other flights is about to run on this thread.
   void make_way();
-  // Waits until no thread runs callbacks of futures: an interpreter that ends meanwhile would end the process with them.
+  // Waits until no thread runs callbacks of futures: an interpreter that ends meanwhile would end the process with
+  // them.
   void await_callbacks(std::chrono::milliseconds limit);
   bool is_forked_copy() const;
 

@@ -9,9 +9,9 @@
 
 namespace shoal {
 
-// Tensors in the group's memory (Group::allocate), which a program allocates and drops in every step. Dropped blocks are
-// kept for the next tensor of about their size instead of being zeroed and given back to the system: at most 1 GiB of
-// them. Contents are arbitrary. Thread-safe; blocks outlive the pool.
+// Tensors in the group's memory (Group::allocate), which a program allocates and drops in every step. Dropped blocks
+// are kept for the next tensor of about their size instead of being zeroed and given back to the system: at most 1 GiB
+// of them. Contents are arbitrary. Thread-safe; blocks outlive the pool.
 class TensorPool : public std::enable_shared_from_this<TensorPool> {
  public:
   explicit TensorPool(Group group) : group_(std::move(group)) {}

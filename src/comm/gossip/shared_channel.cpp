@@ -255,8 +255,9 @@ class SharedChannel : public GossipChannel {
     size_t index;
     int64_t version;
   };
-  // The oldest shown version that is at least `version`. The source may show two versions between the looks at its slots, so
-  // that an older one appears in a slot after that slot was looked at. The search repeats until nothing older is found.
+  // The oldest shown version that is at least `version`. The source may show two versions between the looks at its
+  // slots, so that an older one appears in a slot after that slot was looked at. The search repeats until nothing older
+  // is found.
   std::optional<Found> find(size_t buffer, int64_t version, int source) const {
     std::optional<Found> found;
     for (bool look_again = true; look_again;) {

@@ -75,8 +75,8 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
   const int64_t count = own.defined() ? own._nnz() : 0;
   const int64_t sparse_dim = own.defined() ? own.sparse_dim() : 0;
   const auto kind = fmt::format("{} [{}]", c10::toString(options.dtype().toScalarType()), fmt::join(sizes, ", "));
-  // One small all-gather: number of entries, number of sparse dimensions (0: this rank has no tensor), weight, 53 bits of
-  // a hash of dtype and sizes, and whether the tensor is dense, all exact in float64.
+  // One small all-gather: number of entries, number of sparse dimensions (0: this rank has no tensor), weight, 53 bits
+  // of a hash of dtype and sizes, and whether the tensor is dense, all exact in float64.
   constexpr int64_t fields = 5;
   auto headers = at::empty({group.size() * fields}, at::kDouble);
   gather(headers, at::tensor({static_cast<double>(count), static_cast<double>(sparse_dim), weight,

@@ -15,8 +15,8 @@ namespace shoal {
 std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, int64_t chunk_bytes = 250LL << 20);
 
 // Weighted all-reduce of a sparse COO gradient: the sum of the values and the sum of the weights. A rank without a
-// gradient passes an undefined tensor, and one whose gradient is dense, as that of a tied embedding, the dense one, which
-// counts as one of one sparse dimension. Sizes, dtype and number of sparse dimensions are equal on all ranks
+// gradient passes an undefined tensor, and one whose gradient is dense, as that of a tied embedding, the dense one,
+// which counts as one of one sparse dimension. Sizes, dtype and number of sparse dimensions are equal on all ranks
 // (DisagreeError). timeout: of each of its operations; default: the group's. Transfers the non-zero rows only. Blocks.
 // Collective.
 struct SparseSum {

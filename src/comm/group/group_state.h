@@ -101,8 +101,8 @@ void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call)
 // Checks and starts a call; every collective of Group ends up here. UsageError and CommError as there.
 Work issue(const Group& group, Call call);
 
-// This rank cannot finish what the others wait for, and its program may go on: all operations of the group fail, on this
-// rank and on the others, and say why. Nothing in an elastic job, whose ranks find it out together.
+// This rank cannot finish what the others wait for, and its program may go on: all operations of the group fail, on
+// this rank and on the others, and say why. Nothing in an elastic job, whose ranks find it out together.
 void leave_group(const Group& group, const std::string& why);
 
 // Adds a line to the flight recorder, if there is one.

@@ -7,8 +7,8 @@
 
 namespace shoal {
 
-// The ranks of each host. hosts: by rank, as returned by hosts_of(). Ranks within a group are in order; groups are in the order
-// of their first ranks.
+// The ranks of each host. hosts: by rank, as returned by hosts_of(). Ranks within a group are in order; groups are in
+// the order of their first ranks.
 std::vector<std::vector<int>> ranks_by_host(const std::vector<int>& hosts);
 // The same, or with `size` that many consecutive ranks. UsageError, naming `who`, if groups would differ in size.
 std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::optional<int> size,
@@ -17,7 +17,8 @@ std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::op
 // Ranks of the smallest group.
 int smallest(const std::vector<std::vector<int>>& groups);
 
-// The ranks of one rank's group, and the ranks that have the same place in every group; empty if some group has no such place.
+// The ranks of one rank's group, and the ranks that have the same place in every group; empty if some group has no such
+// place.
 struct HybridRanks {
   std::vector<int> inside;
   std::vector<int> across;

@@ -43,8 +43,8 @@ void end_aside(std::shared_ptr<Transport> transport) {
   auto* kept = new std::shared_ptr<Transport>(std::move(transport));
   try {
     start_thread("ends a group", [kept] { delete kept; }).detach();
-  } catch (
-      const UsageError&) {  // NOLINT(bugprone-empty-catch): no thread can be started, so it stays until the process ends
+  } catch (const UsageError&) {  // NOLINT(bugprone-empty-catch): no thread can be started, so it stays until the
+                                 // process ends
   }
 }
 

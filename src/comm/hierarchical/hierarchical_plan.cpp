@@ -127,8 +127,8 @@ class Planner {
     return list;
   }
 
-  // Reduction between hosts. Each level averages, since a sum may be beyond the range; levels have equal sizes. Premultiplied
-  // factors apply once.
+  // Reduction between hosts. Each level averages, since a sum may be beyond the range; levels have equal sizes.
+  // Premultiplied factors apply once.
   ReduceOp of_hosts() const { return call_.reduce == ReduceOp::premul_sum ? ReduceOp::sum : call_.reduce; }
 
   Call make(Op op, Tensors inputs, Tensors outputs, int peer = -1) const {

@@ -18,20 +18,20 @@
 
 namespace shoal {
 
-// Lies in the pages of the members' own processes, which all others of the host map, so that it outlives all of them: no
-// server, and no member whose death would matter. With several hosts it lies in the job's store as well, whose loss is
-// that of the job. Thread-safe, but show(), serve() and leave() are for one thread.
+// Lies in the pages of the members' own processes, which all others of the host map, so that it outlives all of them:
+// no server, and no member whose death would matter. With several hosts it lies in the job's store as well, whose loss
+// is that of the job. Thread-safe, but show(), serve() and leave() are for one thread.
 class Board {
  public:
   static constexpr int most_members = most_board_members;
 
-  // members: the processes by number of member. between_hosts: for members on several hosts, collective over them; nothing:
-  // all are on this one. UsageError if the memory of one of this host cannot be opened.
+  // members: the processes by number of member. between_hosts: for members on several hosts, collective over them;
+  // nothing: all are on this one. UsageError if the memory of one of this host cannot be opened.
   Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members,
         std::optional<StoreBoardOptions> between_hosts);
-  // The same members and others, whose numbers may have gaps. A process of this host that cannot be opened, because it has ended or
-  // shows nothing, counts as gone. former: this process's board so far; nullptr: it is a newcomer, of a job on several hosts
-  // with `between_hosts`.
+  // The same members and others, whose numbers may have gaps. A process of this host that cannot be opened, because it
+  // has ended or shows nothing, counts as gone. former: this process's board so far; nullptr: it is a newcomer, of a
+  // job on several hosts with `between_hosts`.
   Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former,
         std::optional<StoreBoardOptions> between_hosts = std::nullopt);
 
@@ -122,8 +122,8 @@ class GenerationWatch : public WaitInterruption {
   void set_straggler_limit(std::chrono::milliseconds limit) { stragglers_.limit = limit; }
   // Kills a member that is late, and says so.
   void end(int member) const;
-  // For a rank that ends with JobLost because members that live do not come: these find it when they do, and the launchers,
-  // which would wait for them. why: the sentence of JobLost.
+  // For a rank that ends with JobLost because members that live do not come: these find it when they do, and the
+  // launchers, which would wait for them. why: the sentence of JobLost.
   void give_up(const std::string& why) const;
 
  private:

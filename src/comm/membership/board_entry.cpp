@@ -3,7 +3,8 @@
 namespace shoal {
 namespace {
 
-// Number, grown, generation of the store, its descriptor, left, lost_with, its nonce, gave_up, members, base; lists as bits.
+// Number, grown, generation of the store, its descriptor, left, lost_with, its nonce, gave_up, members, base; lists as
+// bits.
 constexpr size_t number_word = 0;
 constexpr size_t left_word = 4;
 constexpr size_t fixed_words = 8;

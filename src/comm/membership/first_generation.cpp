@@ -29,8 +29,8 @@ bool is_over_hosts(const WorldState& state) {
   return state.local_size < state.placement.size || state.join.over_hosts;
 }
 
-// A program that gives its store may see a part of its keys, so that the prefix of the meeting is not enough to tell two boards
-// apart.
+// A program that gives its store may see a part of its keys, so that the prefix of the meeting is not enough to tell
+// two boards apart.
 StoreBoardOptions between_hosts(const WorldCell& cell, const std::shared_ptr<JoinTable>& joins,
                                 std::chrono::milliseconds silence) {
   const auto& state = *cell.state;

@@ -346,8 +346,8 @@ void Generations::make_world(const MemberCard& card) {
 }
 
 // A store of its own for each generation, in memory that the lowest member makes: whoever made the former one may have
-// ended, and keys of a generation that failed must not be taken for this one's. With several hosts the job's store serves all
-// generations; the prefix tells them apart.
+// ended, and keys of a generation that failed must not be taken for this one's. With several hosts the job's store
+// serves all generations; the prefix tells them apart.
 void Generations::make_store(WorldState& world, const MemberCard& card) {
   auto& meeting = world.meeting;
   const int maker = card.members.front();

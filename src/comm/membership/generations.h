@@ -49,8 +49,8 @@ class Generations {
   const MemberList& members() const { return watch_->members(); }
   int self() const { return board_->self(); }
   bool has_several_hosts() const { return board_->has_several_hosts(); }
-  // With several hosts: whether decision `number` of this generation has passed, as the first rank says that asks, for all of
-  // them. Numbered from 1, and asked in turn until one has failed. JobLost if the store is lost.
+  // With several hosts: whether decision `number` of this generation has passed, as the first rank says that asks, for
+  // all of them. Numbered from 1, and asked in turn until one has failed. JobLost if the store is lost.
   bool decide(int64_t number, bool passes);
 
   // The table of the job's processes; nullptr: nobody can join.
@@ -59,9 +59,9 @@ class Generations {
   bool is_newcomer() const;
   // Whether the present generation has ranks without the job's state.
   bool has_newcomers() const { return !newcomers_of(members()).empty(); }
-  // Between two steps: begins a generation with the processes that ask to join. False: none does, and nothing has changed.
-  // True: recover() must follow. Refused are processes that cannot be reached, more than there may be ranks, and, if there is a
-  // reason, those of other hosts than the first member's. Collective over the members.
+  // Between two steps: begins a generation with the processes that ask to join. False: none does, and nothing has
+  // changed. True: recover() must follow. Refused are processes that cannot be reached, more than there may be ranks,
+  // and, if there is a reason, those of other hosts than the first member's. Collective over the members.
   bool admit(int most_ranks, const std::string& why_one_host = "");
   // All ranks of the present generation have the job's state. on_trial: those that have not completed a step with the
   // others yet, equal on all that have.
@@ -76,8 +76,8 @@ class Generations {
   void set_straggler_limit(std::chrono::milliseconds limit);
   // Members of the present generation that have come to the job.
   MemberList have_come() const;
-  // After a failure that no rank's end explains: leaves newcomers and those on trial out of the next generation. True also
-  // if a rank has ended. False: another generation would not help, because there are none, or this is one.
+  // After a failure that no rank's end explains: leaves newcomers and those on trial out of the next generation. True
+  // also if a rank has ended. False: another generation would not help, because there are none, or this is one.
   bool drop_newcomers(const std::string& why);
   // Leaves these out of the next generation.
   void drop(const MemberList& newcomers, const std::string& why) { refuse(newcomers, why); }

@@ -20,8 +20,8 @@ class JoinBoard final : public JoinTable {
  public:
   // For a launcher. job: its name, which nested jobs do not have. std::runtime_error without shared memory.
   JoinBoard(std::string job, int first_ranks);
-  // Opens a launcher's. UsageError for an address that is none, std::runtime_error for memory that is not a board of this
-  // version.
+  // Opens a launcher's. UsageError for an address that is none, std::runtime_error for memory that is not a board of
+  // this version.
   explicit JoinBoard(const std::string& address);
 
   std::string address() const;
@@ -41,7 +41,8 @@ class JoinBoard final : public JoinTable {
   bool is_refused(int number) const override;
   std::string refusal(int number) const override;
   bool is_member(int number) const override;
-  // Whether a newcomer was admitted, also if it is no member any more: it, or the others, found afterwards that it does not fit.
+  // Whether a newcomer was admitted, also if it is no member any more: it, or the others, found afterwards that it does
+  // not fit.
   bool was_admitted(int number) const;
   std::vector<Peer> peers() const override;
   uint64_t changes() const override;

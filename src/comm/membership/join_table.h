@@ -13,10 +13,10 @@ namespace shoal {
 
 struct Peer;
 
-// Outlives every rank. Each process has an entry under its number of member, which no other process gets: 0 to first_ranks - 1
-// for the first ranks, then one for each newcomer. A newcomer's entry is its knock. Members look at it between two steps.
-// What the first ranks say of their job lies here, too, so that a newcomer which does not fit finds out by itself, and
-// disturbs nobody.
+// Outlives every rank. Each process has an entry under its number of member, which no other process gets: 0 to
+// first_ranks - 1 for the first ranks, then one for each newcomer. A newcomer's entry is its knock. Members look at it
+// between two steps. What the first ranks say of their job lies here, too, so that a newcomer which does not fit finds
+// out by itself, and disturbs nobody.
 //
 // Thread-safe. An entry is written by its own process; whether it is admitted, by the lowest member, of which there is
 // one.

@@ -42,9 +42,9 @@ bool has_left(const Sights& others, int member, uint64_t grown) {
 }
 
 // Whether a member that has ended may have gone on without this process, and have admitted others, before it ended: its
-// last card lacks this process, and no living member on that card goes on with this process. One that shows an older card may
-// have decided for that of the dead one. A card from before the last admission lacks the newcomers only because it did not know
-// them.
+// last card lacks this process, and no living member on that card goes on with this process. One that shows an older
+// card may have decided for that of the dead one. A card from before the last admission lacks the newcomers only
+// because it did not know them.
 bool ended_without(const Sights& others, int member, int self, uint64_t grown) {
   const auto found = others.find(member);
   if (found == others.end() || found->second.state != MemberSight::State::gone || !found->second.card) return false;

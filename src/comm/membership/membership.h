@@ -59,7 +59,8 @@ class Membership {
   const MemberList& grown() const { return grown_; }
   // Takes note of what the other processes show, by member; may change the card.
   Outcome look(const std::map<int, MemberSight>& others);
-  // Begins another generation, of the same members unless some have ended: the present one was given up. `look` follows.
+  // Begins another generation, of the same members unless some have ended: the present one was given up. `look`
+  // follows.
   void renew(const std::map<int, MemberSight>& others);
   // Adds processes that ask to join. Only for the first member of a generation that is agreed, between two steps.
   void admit(const MemberList& newcomers, const std::map<int, MemberSight>& others);

@@ -12,9 +12,9 @@
 namespace shoal {
 
 // It needs no server, and outlives every member: whoever ends, also in the middle of a call, leaves it whole. A log of
-// writes in a memory file, of which each process keeps a map. When the log is full, its last values move to the file's other
-// half. Thread-safe. Calls wait for each other without a deadline of their own (DeadlineStore); CommError if values take more
-// than half of the file, or if the memory is damaged.
+// writes in a memory file, of which each process keeps a map. When the log is full, its last values move to the file's
+// other half. Thread-safe. Calls wait for each other without a deadline of their own (DeadlineStore); CommError if
+// values take more than half of the file, or if the memory is damaged.
 class MemoryStore : public c10d::Store {
  public:
   // bytes: of the file; pages take memory once they are written. CommError if the system has none.
@@ -23,8 +23,8 @@ class MemoryStore : public c10d::Store {
   MemoryStore(int pid, int descriptor, uint64_t nonce, size_t bytes = default_bytes);
   ~MemoryStore() override;
 
-  // For the constructor of others, as long as this object lives. The nonce proves that they have opened this memory and not
-  // another file that has its number since.
+  // For the constructor of others, as long as this object lives. The nonce proves that they have opened this memory and
+  // not another file that has its number since.
   int descriptor() const { return file_.descriptor(); }
   uint64_t nonce() const;
 

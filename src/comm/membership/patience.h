@@ -6,8 +6,8 @@
 
 namespace shoal {
 
-// A pause in which the process stood still itself, because it was stopped or the host asleep, counts as a moment: otherwise the
-// first one to wake up would take all others for late.
+// A pause in which the process stood still itself, because it was stopped or the host asleep, counts as a moment:
+// otherwise the first one to wake up would take all others for late.
 class Patience {
  public:
   // limit 0: it never ends. longest: what counts of a pause; over() is to be asked more often.

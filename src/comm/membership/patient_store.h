@@ -16,8 +16,8 @@
 
 namespace shoal {
 
-// Repeats calls that have no answer. A store that cannot be reached for the time of silence is lost for good: members that it
-// separates must not each go on by themselves. Thread-safe.
+// Repeats calls that have no answer. A store that cannot be reached for the time of silence is lost for good: members
+// that it separates must not each go on by themselves. Thread-safe.
 class PatientStore {
  public:
   // store: a connection that nobody else uses.
@@ -70,8 +70,8 @@ struct Placement;
 
 // A connection of its own to the job's store. UsageError if only the program knows where it is.
 StorePtr connect_to_job(const Placement& placement, int timeout_seconds);
-// Tells the launchers why an elastic job is lost, which then end the ranks that still stand. rank: number of this process from
-// its launcher. Without a launcher it does nothing.
+// Tells the launchers why an elastic job is lost, which then end the ranks that still stand. rank: number of this
+// process from its launcher. Without a launcher it does nothing.
 void report_lost(int rank, const std::string& why);
 
 }  // namespace shoal

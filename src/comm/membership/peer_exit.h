@@ -24,8 +24,8 @@ class PeerExit {
 
   // Whether the process of this index has ended: proven by the kernel, and for good.
   bool gone(size_t index) const { return watched_[index].gone.load(); }
-  // Kills the process, which gone() shows a moment later, unless it waits for a device. Whether it was sent the signal for the first
-  // time.
+  // Kills the process, which gone() shows a moment later, unless it waits for a device. Whether it was sent the signal
+  // for the first time.
   bool end(size_t index);
 
  private:

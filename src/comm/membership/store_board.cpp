@@ -116,8 +116,8 @@ void StoreBoard::show(const Notice::Words& words) {
   });
 }
 
-// A decision follows one that has passed, so one key is enough for all of a generation. A call that was given up may have been
-// carried out, and is then answered as any later one.
+// A decision follows one that has passed, so one key is enough for all of a generation. A call that was given up may
+// have been carried out, and is then answered as any later one.
 bool StoreBoard::decide(uint64_t generation, int64_t number, bool passes) {
   const auto passed = [](int64_t decision) { return fmt::format("{} passed", decision); };
   const auto failed = fmt::format("{} failed", number);
@@ -202,8 +202,8 @@ std::vector<int> StoreBoard::of_this_host() const {
   return list;
 }
 
-// Of this host's members, who has ended. What they have written last is read once they cannot write any more, so that all
-// members see the same of them.
+// Of this host's members, who has ended. What they have written last is read once they cannot write any more, so that
+// all members see the same of them.
 bool StoreBoard::tell() {
   std::function<bool(int)> ended;
   {
@@ -287,7 +287,8 @@ StoreBoard::Read StoreBoard::read(int member) const {
   return parsed(*text, member);
 }
 
-// Of a member that has ended. What the first reader finds counts for all, as something may still be on its way to the store.
+// Of a member that has ended. What the first reader finds counts for all, as something may still be on its way to the
+// store.
 StoreBoard::Read StoreBoard::read_last(int member) const {
   const auto text = store_try_get(options_.store->once(), key("entry", member));
   const auto first =

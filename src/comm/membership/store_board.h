@@ -33,14 +33,14 @@ struct StoreBoardOptions {
   bool joins = false;  // this process does, and waits for nobody here
 };
 
-// A thread writes to the store every second, or five times in the time of silence, that this member lives, and whom of its
-// host's members the kernel reports as ended; and reads what the others write. Thread-safe, but show() and grow() are for one
-// thread.
+// A thread writes to the store every second, or five times in the time of silence, that this member lives, and whom of
+// its host's members the kernel reports as ended; and reads what the others write. Thread-safe, but show() and grow()
+// are for one thread.
 class StoreBoard {
  public:
-  // hosts: by member; empty: no process has come under this number. ended: whether the process of a member of this host has
-  // ended, with proof. noticed: called by the thread when something has changed. Collective over the members: CommError
-  // after the timeout.
+  // hosts: by member; empty: no process has come under this number. ended: whether the process of a member of this host
+  // has ended, with proof. noticed: called by the thread when something has changed. Collective over the members:
+  // CommError after the timeout.
   StoreBoard(StoreBoardOptions options, int self, const std::vector<std::string>& hosts,
              std::function<bool(int member)> ended, std::function<void()> noticed);
   ~StoreBoard();
@@ -58,11 +58,12 @@ class StoreBoard {
 
   // Once it returns, the other hosts can see the entry. CommError if the store is lost.
   void show(const Notice::Words& words);
-  // Whether decision `number` of a generation, which are numbered from 1, has passed: as the first of all members says that asks,
-  // for all of them. To be asked in turn, until one has failed. CommError if the store is lost. For the thread that shows.
+  // Whether decision `number` of a generation, which are numbered from 1, has passed: as the first of all members says
+  // that asks, for all of them. To be asked in turn, until one has failed. CommError if the store is lost. For the
+  // thread that shows.
   bool decide(uint64_t generation, int64_t number, bool passes);
-  // Asks the launcher of its host to kill a member. Whether it is asked for the first time. CommError if the store is lost. For
-  // the thread that shows.
+  // Asks the launcher of its host to kill a member. Whether it is asked for the first time. CommError if the store is
+  // lost. For the thread that shows.
   bool end(int member);
   // Nothing is written or read from now on. For the thread that shows.
   void stop();
@@ -77,7 +78,8 @@ class StoreBoard {
     const auto* seen = find(member);
     return seen != nullptr && seen->left;
   }
-  // Proven by the kernel of its host, as a member or the launcher there says, or by this one's; also where no process has come.
+  // Proven by the kernel of its host, as a member or the launcher there says, or by this one's; also where no process
+  // has come.
   bool gone(int member) const {
     const auto* seen = find(member);
     return seen == nullptr || seen->gone;

@@ -15,13 +15,13 @@
 
 namespace shoal {
 
-// One text in the job's store, which whoever changes it replaces (compare and set). Each process has a copy, which the thread of
-// its StoreBoard brings up to date, so that most calls do not wait for the store; those that change something, do. CommError
-// if the store is lost.
+// One text in the job's store, which whoever changes it replaces (compare and set). Each process has a copy, which the
+// thread of its StoreBoard brings up to date, so that most calls do not wait for the store; those that change
+// something, do. CommError if the store is lost.
 class StoreTable final : public JoinTable {
  public:
-  // Where a newcomer finds the table: under a key of the launcher's generation, once members have made it. A member says
-  // where it is by open().
+  // Where a newcomer finds the table: under a key of the launcher's generation, once members have made it. A member
+  // says where it is by open().
   StoreTable(std::shared_ptr<PatientStore> store, std::string generation, const OpenJob& job);
 
   // For members: under the prefix of their board.
@@ -74,8 +74,8 @@ class StoreTable final : public JoinTable {
   static std::string to_text(const Content& content);
   static Content from_text(const std::string& text);
   std::string key(const char* what) const;
-  // Replaces the table by what `edit` makes of it, again whenever another process has been faster. False: edit has returned
-  // false, and nothing has changed.
+  // Replaces the table by what `edit` makes of it, again whenever another process has been faster. False: edit has
+  // returned false, and nothing has changed.
   bool change(const std::function<bool(Content& content)>& edit);
   void read(DeadlineStore& store);
   void adopt(const std::string& text);

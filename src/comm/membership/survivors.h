@@ -16,8 +16,8 @@ namespace shoal {
 struct WorldState;
 class GenerationWatch;
 
-// Waits for words in shared memory that a death does not end: whoever waits decides what a death means. For a group of ranks
-// of a generation that are all of this host.
+// Waits for words in shared memory that a death does not end: whoever waits decides what a death means. For a group of
+// ranks of a generation that are all of this host.
 class Survivors {
  public:
   explicit Survivors(const Group& group);
@@ -33,8 +33,8 @@ class Survivors {
   void ring() const;
   // Returns once `done`, which is asked when another rank has rung or ended. JobLost that begins with `what` after the
   // world's timeout: what this rank has written down counts for the others, so it must not go on in another generation.
-  // late: whether a rank's part is waited for. By the rule for stragglers, the rank that owes it is killed after twice the limit:
-  // itself, or the acting rank if it is absent.
+  // late: whether a rank's part is waited for. By the rule for stragglers, the rank that owes it is killed after twice
+  // the limit: itself, or the acting rank if it is absent.
   void wait(const std::string& what, const std::function<bool()>& done,
             const std::function<bool(int rank)>& late) const;
   // The same, but false after the time that waits in the group are limited to, if that is shorter.

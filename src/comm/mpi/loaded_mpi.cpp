@@ -1,5 +1,5 @@
-// Substitute for mpi.cpp in the wheel's library: mpi.cpp lies in a library of its own, which is loaded when the transport
-// is asked for, so that the wheel needs no MPI.
+// Substitute for mpi.cpp in the wheel's library: mpi.cpp lies in a library of its own, which is loaded when the
+// transport is asked for, so that the wheel needs no MPI.
 
 #include <dlfcn.h>
 #include <fmt/format.h>

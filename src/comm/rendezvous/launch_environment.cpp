@@ -49,8 +49,8 @@ int port_from(const std::string& job) {
   return 20000 + static_cast<int>(std::hash<std::string>()(job) % 12000);
 }
 
-// A value that is left over from elsewhere would make each process of a launcher a training of its own. Launchers of ranks
-// within another launcher's process say who they are.
+// A value that is left over from elsewhere would make each process of a launcher a training of its own. Launchers of
+// ranks within another launcher's process say who they are.
 void refuse_contradiction(const Source& chosen, const Environment& environment) {
   if (environment("TORCHELASTIC_RUN_ID")) return;
   for (const auto* other = &chosen + 1; other != std::end(sources); ++other) {
@@ -77,8 +77,8 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
     const auto rank = environment(source.rank);
     const auto size = environment(source.size);
     if (!rank && !size) continue;
-    // A shell inside an allocation has SLURM_NTASKS, and a batch script SLURM_PROCID as well, but neither is a task; nor is
-    // the shell of salloc, which runs in a step of its own (Slurm's SLURM_INTERACTIVE_STEP).
+    // A shell inside an allocation has SLURM_NTASKS, and a batch script SLURM_PROCID as well, but neither is a task;
+    // nor is the shell of salloc, which runs in a step of its own (Slurm's SLURM_INTERACTIVE_STEP).
     const bool slurm = std::string(source.rank) == "SLURM_PROCID";
     const auto step = environment("SLURM_STEP_ID");
     const bool shell = step == shell_step;

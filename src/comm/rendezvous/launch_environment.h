@@ -24,7 +24,8 @@ struct Placement {
 // Name of the store in messages.
 std::string store_name(const Placement& placement);
 
-// UsageError if RANK=0 and WORLD_SIZE=1 say that this rank is alone, and another launcher's variables that it is one of several.
+// UsageError if RANK=0 and WORLD_SIZE=1 say that this rank is alone, and another launcher's variables that it is one of
+// several.
 void refuse_contradiction(const Environment& environment);
 
 // Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. UsageError for an incomplete or inconsistent set.

@@ -20,13 +20,13 @@ void prepare(const Descriptor& socket);
 // After so long without any answer a host counts as lost.
 inline constexpr std::chrono::seconds longest_silence(15);
 
-// Watches whether the host of a connected peer answers, in place of the system's own timeout, which this turns off: that one
-// also ends connections whose peer takes no data, but lives.
+// Watches whether the host of a connected peer answers, in place of the system's own timeout, which this turns off:
+// that one also ends connections whose peer takes no data, but lives.
 class HostWatch {
  public:
   explicit HostWatch(const Descriptor& socket);
-  // Whether the host has answered nothing for that long. One that answers for a peer that takes no data is not silent: the
-  // peer is stopped, or has no memory for the data yet. To be called every second or so.
+  // Whether the host has answered nothing for that long. One that answers for a peer that takes no data is not silent:
+  // the peer is stopped, or has no memory for the data yet. To be called every second or so.
   bool silent(const Descriptor& socket, std::chrono::seconds limit = longest_silence);
 
  private:

@@ -31,8 +31,8 @@ struct Meeting {
   std::vector<Peer> peers;              // by world rank
 };
 
-// Collective over the job. Throws as shoal::init does. page, gpus: of this process, for the others. options: for the limit
-// of the wait, and what to call meanwhile.
+// Collective over the job. Throws as shoal::init does. page, gpus: of this process, for the others. options: for the
+// limit of the wait, and what to call meanwhile.
 Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus, const WorldOptions& options);
 // As meet(), in a store that the program gave. launcher: see Meeting.
 Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const Placement& placement,

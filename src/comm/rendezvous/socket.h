@@ -37,8 +37,8 @@ struct SocketAddress {
 
 // First address of a host name or numeric address. std::runtime_error with the resolver's reason.
 SocketAddress resolve(const std::string& host, int port);
-// The same, but a name that is not known is asked for again until the limit: that of a host that has just started, as a pod,
-// becomes known a little later.
+// The same, but a name that is not known is asked for again until the limit: that of a host that has just started, as a
+// pod, becomes known a little later.
 SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host, int port);
 // Local address of a socket. Throws std::system_error.
 SocketAddress own_address(const Descriptor& socket);

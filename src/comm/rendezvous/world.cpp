@@ -181,8 +181,8 @@ Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const Wor
   return placement;
 }
 
-// The store to which the launcher of these ranks writes, once it is asked for: torch.distributed gives a part of it. Nothing
-// for other ranks than those that a launcher has started, whose numbers say nothing of its processes.
+// The store to which the launcher of these ranks writes, once it is asked for: torch.distributed gives a part of it.
+// Nothing for other ranks than those that a launcher has started, whose numbers say nothing of its processes.
 std::function<StorePtr()> launchers_store(const c10::intrusive_ptr<c10d::Store>& store, const Placement& placement,
                                           int limit) {
   const auto environment = process_environment();
@@ -213,7 +213,8 @@ JoinPlace join_of(Placement& own_place) {
   return join;
 }
 
-// Of a job that ranks of other hosts may join: others reach this process from there, and a newcomer finds the job in its store.
+// Of a job that ranks of other hosts may join: others reach this process from there, and a newcomer finds the job in
+// its store.
 void find_open_job(WorldState& state) {
   if (!state.join.over_hosts) return;
   const auto& place = state.placement;

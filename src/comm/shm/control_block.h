@@ -2,7 +2,8 @@
 // Control block of a group: a block of shared memory through which its ranks coordinate. Operations announce themselves
 // here, count arrived and finished ranks, and report errors. Written by the users of this file only.
 //
-//   ControlBlock | UseFlag by rank | Entry 0 .. ring-1, each with one Header per rank | Mailbox source * size + destination
+//   ControlBlock | UseFlag by rank | Entry 0 .. ring-1, each with one Header per rank
+//                | Mailbox source * size + destination
 //
 // Counters only grow; they are compared with the value that the operation in question brings them to.
 
@@ -128,8 +129,8 @@ inline bool reached(const std::atomic<uint64_t>& counter, uint64_t rounds, int s
   return counter.load(std::memory_order_acquire) >= rounds * static_cast<uint64_t>(size);
 }
 
-// Use of other ranks' tensors by a rank. One that gives the group up sets the fault, and then waits until nobody uses them:
-// either it sees this object, or goes_on() sees the fault.
+// Use of other ranks' tensors by a rank. One that gives the group up sets the fault, and then waits until nobody uses
+// them: either it sees this object, or goes_on() sees the fault.
 class UseInPlace {
  public:
   UseInPlace(const ControlLayout& control, int rank) : control_(control), rank_(rank) {

@@ -8,15 +8,15 @@
 
 namespace shoal {
 
-// Looks at the number of threads of all programs that want to run, in /proc/loadavg. A rank that polls while another one waits
-// for a core takes that core from it. Thread-safe.
+// Looks at the number of threads of all programs that want to run, in /proc/loadavg. A rank that polls while another
+// one waits for a core takes that core from it. Thread-safe.
 class HostLoad {
  public:
   using Time = std::chrono::steady_clock::time_point;
   static constexpr auto interval = std::chrono::milliseconds(10);
 
-  // Whether there were more of them than cores in the last two looks; looks again after an interval. False where the system
-  // does not tell, and in a process that may not use all cores.
+  // Whether there were more of them than cores in the last two looks; looks again after an interval. False where the
+  // system does not tell, and in a process that may not use all cores.
   bool crowded(Time now);
 
  private:

@@ -59,7 +59,8 @@ class PeerMemory {
   explicit PeerMemory(const PageAddress& address);
 
   std::byte* at(const SharedPlace& place);
-  // Maps all arenas that the peer has at present, so that at() works after its death. std::runtime_error if it has ended.
+  // Maps all arenas that the peer has at present, so that at() works after its death. std::runtime_error if it has
+  // ended.
   void map_arenas();
   // For a peer that has ended and whose memory nobody uses any more.
   void unmap_arenas();

@@ -223,8 +223,8 @@ class SharedMemoryTransport : public Transport,
   }
 
  private:
-  // Waits until no rank uses the tensors of others any more, for 2 s at most: one may be stopped. One that has ended is not
-  // waited for.
+  // Waits until no rank uses the tensors of others any more, for 2 s at most: one may be stopped. One that has ended is
+  // not waited for.
   void await_users() {
     const auto deadline = SteadyClock::now() + std::chrono::seconds(2);
     const auto used = [this](int rank) {

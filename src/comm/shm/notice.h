@@ -7,8 +7,8 @@
 
 namespace shoal {
 
-// Whoever reads sees all words of one write, wherever the writer was killed: a write goes to the slot that nobody reads,
-// and counts once it is complete. Lies in shared memory; zeros are a notice that was never written.
+// Whoever reads sees all words of one write, wherever the writer was killed: a write goes to the slot that nobody
+// reads, and counts once it is complete. Lies in shared memory; zeros are a notice that was never written.
 class Notice {
  public:
   static constexpr size_t count = 40;

@@ -120,7 +120,8 @@ void Operation::agree() {
       const auto& window = group_.control.windows(header)[part];
       staged_ = staged_ || window.kind == Window::staged;
       any_shared_ = any_shared_ || window.kind == Window::shared;
-      // A rank whose part is done may end while this one still reads its stage: it can be opened only as long as it lives.
+      // A rank whose part is done may end while this one still reads its stage: it can be opened only as long as it
+      // lives.
       if (window.kind == Window::staged) group_.at(rank, {header.stage_arena, header.stage_offset});
       largest = std::max(largest, window.bytes);
     }

@@ -7,9 +7,9 @@
 
 namespace shoal {
 
-// Follows the waits of a process: a sleep and its wake-up cost up to 100 microseconds, so waits of a few hundred, as in steps of
-// small models, poll until their end, and long ones give their core up early. Source: the competitive spinning of
-// Karlin, Li, Manasse and Owicki, "Empirical Studies of Competitive Spinning" (SOSP 1991). Thread-safe.
+// Follows the waits of a process: a sleep and its wake-up cost up to 100 microseconds, so waits of a few hundred, as in
+// steps of small models, poll until their end, and long ones give their core up early. Source: the competitive spinning
+// of Karlin, Li, Manasse and Owicki, "Empirical Studies of Competitive Spinning" (SOSP 1991). Thread-safe.
 class SpinLimit {
  public:
   using Time = std::chrono::nanoseconds;

@@ -9,8 +9,8 @@
 namespace shoal {
 
 // Progresses all operations of this process until `finished()`; false at the end of `limit`. may_spin: every rank of
-// the host has a core of its own, so that polling for the time of memory.spin_limit() costs nobody anything, as long as other
-// programs leave these cores alone (memory.host_load()). Otherwise the process sleeps in the kernel at once.
+// the host has a core of its own, so that polling for the time of memory.spin_limit() costs nobody anything, as long as
+// other programs leave these cores alone (memory.host_load()). Otherwise the process sleeps in the kernel at once.
 bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit,
                 const std::function<bool()>& finished);
 

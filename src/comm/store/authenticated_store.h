@@ -24,8 +24,8 @@ class ForgedValue : public CommError {
 
 ForgedValue forgery_of(const std::string& key);
 
-// The number with which `text`, of the value of `key`, begins: up to a blank or the end. ForgedValue if there is none, as in
-// a store without a secret, whose values prove nothing.
+// The number with which `text`, of the value of `key`, begins: up to a blank or the end. ForgedValue if there is none,
+// as in a store without a secret, whose values prove nothing.
 template <class Number>
 Number number_in(const std::string& text, const std::string& key) {
   Number number{};

@@ -31,8 +31,8 @@ std::string describe_store(const c10::intrusive_ptr<c10d::Store>& store) {
 
 namespace {
 
-// On a connection of its own, if the store can have several. TCPStore's clone() waits without an end for a server that is
-// stopped, so a thread waits in its place.
+// On a connection of its own, if the store can have several. TCPStore's clone() waits without an end for a server that
+// is stopped, so a thread waits in its place.
 c10::intrusive_ptr<c10d::Store> connect_again(const c10::intrusive_ptr<c10d::Store>& store,
                                               std::chrono::milliseconds limit) {
   // A FileStore removes its file once as many stores have ended as there are ranks. Clones count too: the file would go

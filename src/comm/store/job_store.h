@@ -43,15 +43,16 @@ class JobStore {
   void report_failure(const std::string& text);
   // What another launcher has reported; empty: nothing.
   std::string failure_elsewhere() const;
-  // That the process of a rank has ended, well or not, for ranks that wait for it to come, and for those of an elastic job on other nodes.
+  // That the process of a rank has ended, well or not, for ranks that wait for it to come, and for those of an elastic
+  // job on other nodes.
   void report_end(int rank);
   // Before begin(), on all nodes: what launchers find that come to the job. most_ranks 0: none may.
   void open(const Terms& terms);
   // Asks for the number of a process that is to join; take_number() has one for each call, once the store has answered.
   void ask_for_number(int first_ranks);
   std::optional<int> take_number();
-  // Whether the process of this number has become a member, as far as it is known; with `wait`, the store is asked, for a few
-  // seconds at most.
+  // Whether the process of this number has become a member, as far as it is known; with `wait`, the store is asked, for
+  // a few seconds at most.
   bool has_joined(int number, bool wait);
   // Ranks of any node that their launchers are to kill: others of an elastic job have waited for them for too long.
   std::vector<int> overdue() const;
@@ -64,8 +65,8 @@ class JobStore {
   bool nobody_trains() const;
   // All ranks of this node have ended.
   void leave();
-  // After it, whether this launcher may end: on node 0, all others have left or ended, whose ranks may still use the store;
-  // on others, that it has left is known, or cannot be told for 5 s.
+  // After it, whether this launcher may end: on node 0, all others have left or ended, whose ranks may still use the
+  // store; on others, that it has left is known, or cannot be told for 5 s.
   bool may_end() const;
 
  private:

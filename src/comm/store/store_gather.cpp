@@ -20,8 +20,8 @@ namespace {
 // In place of the line of a rank that waits no longer. No line begins so.
 constexpr std::string_view gave_up = "gave up ";
 
-// So that ranks that come later do not take this one for present, and meet it where it tries again. It waits no longer than the
-// store; without one there is nobody to tell.
+// So that ranks that come later do not take this one for present, and meet it where it tries again. It waits no longer
+// than the store; without one there is nobody to tell.
 void tell_later_ranks(c10d::Store& store, const std::string& key, const std::string& why) {
   try {
     store_set(store, key, std::string(gave_up) + why);

@@ -13,8 +13,8 @@ struct WorldState;
 std::string gathered_key(const WorldState& world, const std::string& topic, size_t of);
 
 // Gathers the lines `own` of all ranks, in rank order. `topic` is unique in the job; `rank` is this rank's index in
-// `world_ranks`. Collective over `world_ranks`. Throws CommError if one of them is dead, does not arrive within the limit, or
-// has given up before this one came: all go on with another topic, then.
+// `world_ranks`. Collective over `world_ranks`. Throws CommError if one of them is dead, does not arrive within the
+// limit, or has given up before this one came: all go on with another topic, then.
 std::vector<std::string> store_gather(const WorldState& world, const std::string& topic,
                                       const std::vector<int>& world_ranks, int rank, const std::string& own,
                                       std::chrono::milliseconds limit);

@@ -12,8 +12,8 @@
 namespace shoal {
 
 // Place of a store that is not served yet: whoever connects waits. Listens on `address` alone (a numeric address or a
-// name of one of this host's interfaces). port 0 takes any free port. UsageError names a port that is in use, or an address
-// that this host does not reach itself.
+// name of one of this host's interfaces). port 0 takes any free port. UsageError names a port that is in use, or an
+// address that this host does not reach itself.
 class StorePlace {
  public:
   // limit: how long a name that is not known yet is asked for.
@@ -31,9 +31,9 @@ class StorePlace {
 };
 
 // Serves the store at its place from construction to destruction, and publishes the job's name in it. Has threads from
-// then on: a process that forks ranks does so before. A store that the launcher hosts survives the death of any rank. Compatible with c10d's TCPStore, so that
-// Python ranks can join. Raises c10d's log level in this process, because messages from strangers are not worth
-// logging.
+// then on: a process that forks ranks does so before. A store that the launcher hosts survives the death of any rank.
+// Compatible with c10d's TCPStore, so that Python ranks can join. Raises c10d's log level in this process, because
+// messages from strangers are not worth logging.
 class StoreServer {
  public:
   explicit StoreServer(StorePlace place, const JobIdentity& job = {});

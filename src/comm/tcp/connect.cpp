@@ -37,8 +37,8 @@ uint64_t random_key() {
   return key;
 }
 
-// Connection to a rank that this one calls. Calls again if the other end closes before the hello is sent: where strangers
-// call all the time, a rank that has too many visitors ends the oldest.
+// Connection to a rank that this one calls. Calls again if the other end closes before the hello is sent: where
+// strangers call all the time, a rank that has too many visitors ends the oldest.
 class CallTo {
  public:
   CallTo(std::string place, uint64_t key, int own_rank)

@@ -40,7 +40,8 @@ struct Entry {
   uint64_t data;    // bytes of data that follow these
 };
 
-// Data of this size travel with the entry. Larger ones are sent once all ranks have entered, for which there is a place.
+// Data of this size travel with the entry. Larger ones are sent once all ranks have entered, for which there is a
+// place.
 constexpr int64_t bytes_with_entry = int64_t{8} << 10;
 
 }  // namespace shoal::tcp

@@ -18,8 +18,8 @@ namespace shoal::tcp {
 class Receiver {
  public:
   virtual ~Receiver() = default;
-  // Memory for the bytes that follow a frame from `rank`; nothing if there is none yet: the frame is offered again in the
-  // next Link::receive(). Throws std::exception if the frame is not valid.
+  // Memory for the bytes that follow a frame from `rank`; nothing if there is none yet: the frame is offered again in
+  // the next Link::receive(). Throws std::exception if the frame is not valid.
   virtual std::optional<std::byte*> accept(int rank, const Frame& frame) = 0;
   // The bytes are in that memory.
   virtual void arrived(int rank, const Frame& frame) = 0;

@@ -1,6 +1,6 @@
 #pragma once
-// Messages between two ranks on the tcp transport. The sender announces a message; once the receiver has a place for it,
-// the data follow. So nothing has to be kept that nobody has asked for.
+// Messages between two ranks on the tcp transport. The sender announces a message; once the receiver has a place for
+// it, the data follow. So nothing has to be kept that nobody has asked for.
 
 #include <atomic>
 #include <list>

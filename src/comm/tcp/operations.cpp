@@ -205,9 +205,9 @@ void Operations::require_peers() {
   if (lost >= 0) throw PeerLost(world_ranks_[lost]);
 }
 
-// Callers may use their tensors again, so that no other rank may take what is in them for data of an operation. A rank that
-// was told of a fault, or that another has left, tells it to all as well: otherwise its end might be seen before the word of
-// the first one arrives.
+// Callers may use their tensors again, so that no other rank may take what is in them for data of an operation. A rank
+// that was told of a fault, or that another has left, tells it to all as well: otherwise its end might be seen before
+// the word of the first one arrives.
 void Operations::fail(std::exception_ptr why) {
   if (failure_) return;
   failure_ = std::move(why);
@@ -288,8 +288,8 @@ int Operations::culprit_in(const Frame& frame) const {
   return found == world_ranks_.end() ? -1 : frame.tag;
 }
 
-// Waits until the peers' systems have what this rank has sent. A socket that is closed while bytes of the peer are unread
-// drops what is still to be sent. No long wait for a host that is gone.
+// Waits until the peers' systems have what this rank has sent. A socket that is closed while bytes of the peer are
+// unread drops what is still to be sent. No long wait for a host that is gone.
 void Operations::await_acknowledgements() const {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   for (const auto& link : links_) {

@@ -1,6 +1,6 @@
 #pragma once
-// A group's operations on the tcp transport, and the connections that they move along. Never waits, and has no lock: the
-// transport's guards it.
+// A group's operations on the tcp transport, and the connections that they move along. Never waits, and has no lock:
+// the transport's guards it.
 
 #include <chrono>
 #include <cstdint>
@@ -35,8 +35,8 @@ class Operations : private Receiver {
   void advance();
   // Ends the connections to hosts that have answered nothing for that long. To be called every second or so.
   void look_at_peers(std::chrono::seconds longest_silence);
-  // Stops for good. The others end their operations, too, once they hear of it, after the next advance(). Nothing if the
-  // operations have failed already.
+  // Stops for good. The others end their operations, too, once they hear of it, after the next advance(). Nothing if
+  // the operations have failed already.
   void fail(std::exception_ptr why);
   // nullptr: they go on.
   const std::exception_ptr& failure() const { return failure_; }

@@ -35,10 +35,10 @@ struct Round {
 //   all_gather, all_to_all, gather, scatter: directly to whom it concerns
 //   broadcast        the root sends each rank its part, which that rank passes on to the others         (n - 1) / n S
 //
-// which is the least for every rank, but for the root of a broadcast, which sends up to 2 (n - 1) / n S. Parts travel in
-// chunks, so that a chunk is reduced and returned while the next ones arrive. Values are reduced in the order of ranks,
-// which gives the bits of the host transport. Small tensors (bytes_with_entry) go to every rank that needs them, whole,
-// and each reduces them by itself.
+// which is the least for every rank, but for the root of a broadcast, which sends up to 2 (n - 1) / n S. Parts travel
+// in chunks, so that a chunk is reduced and returned while the next ones arrive. Values are reduced in the order of
+// ranks, which gives the bits of the host transport. Small tensors (bytes_with_entry) go to every rank that needs them,
+// whole, and each reduces them by itself.
 struct Schedule {
   std::vector<std::deque<Segment>> sends;     // by rank, in order
   std::vector<std::deque<Segment>> receives;  // likewise

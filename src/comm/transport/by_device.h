@@ -9,8 +9,8 @@
 
 namespace shoal {
 
-// Collectives on tensors of devices by a transport of their own, which is made at the first of them. Without one, and for
-// messages and calls that it does not take, tensors travel as copies in the CPU's memory.
+// Collectives on tensors of devices by a transport of their own, which is made at the first of them. Without one, and
+// for messages and calls that it does not take, tensors travel as copies in the CPU's memory.
 struct DeviceSide {
   std::function<std::shared_ptr<Transport>()> make{};  // none: copies alone
   std::function<bool(const Call&)> takes{};

@@ -213,8 +213,8 @@ class C10dTransport : public Transport {
                                          call.outputs[0].view({-1}), backend_->getSize(), call.reduce);
   }
 
-  // libtorch's Gloo would divide the sum, which may be beyond the range where the mean is not. A power of 2 loses no digits, and in
-  // float32 the smallest 16-bit numbers keep theirs, too.
+  // libtorch's Gloo would divide the sum, which may be beyond the range where the mean is not. A power of 2 loses no
+  // digits, and in float32 the smallest 16-bit numbers keep theirs, too.
   std::unique_ptr<TransportWork> average(const Call& call) {
     const auto ranks = static_cast<unsigned>(backend_->getSize());
     const double scale = 1.0 / std::bit_ceil(ranks);
@@ -260,8 +260,9 @@ class C10dTransport : public Transport {
     return options;
   }
 
-  // Flat, because backends compare shapes, which collectives here do not care about; of stride 1, because one element of a
-  // column has another stride and is contiguous all the same. as_bytes: for libtorch's Gloo, which moves some dtypes only.
+  // Flat, because backends compare shapes, which collectives here do not care about; of stride 1, because one element
+  // of a column has another stride and is contiguous all the same. as_bytes: for libtorch's Gloo, which moves some
+  // dtypes only.
   static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors, bool as_bytes) {
     std::vector<at::Tensor> flat;
     for (const auto& tensor : tensors) {

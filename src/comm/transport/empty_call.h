@@ -5,8 +5,8 @@
 
 namespace shoal {
 
-// Whether the collective moves no data on any rank, as far as this one knows. Of parts that differ in size, all may be empty on
-// one rank only.
+// Whether the collective moves no data on any rank, as far as this one knows. Of parts that differ in size, all may be
+// empty on one rank only.
 inline bool is_empty(const Call& call) {
   const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
   if (call.op == Op::send || call.op == Op::recv) return false;

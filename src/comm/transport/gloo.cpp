@@ -90,8 +90,8 @@ void await_all(c10d::Store& store, int rank, int size) {
   store.wait({all});
 }
 
-// Gloo waits for ranks that do not come as long as for an operation, in a thread that is left behind then. In an elastic job
-// they are not waited for.
+// Gloo waits for ranks that do not come as long as for an operation, in a thread that is left behind then. In an
+// elastic job they are not waited for.
 c10::intrusive_ptr<TaggedGloo> connect(const WorldState& world, const std::string& name,
                                        const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                        const c10::intrusive_ptr<c10d::ProcessGroupGloo::Options>& options,

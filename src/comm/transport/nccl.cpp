@@ -38,7 +38,8 @@ std::string reason_of(const c10::Error& error) {
   return fmt::format("{} ({})", text.substr(begin, text.find('\n', begin) - begin), first);
 }
 
-// libtorch's classes contain NCCL's, which grow from version to version: with others of them, memory would be overwritten.
+// libtorch's classes contain NCCL's, which grow from version to version: with others of them, memory would be
+// overwritten.
 std::pair<uint64_t, uint64_t> loaded_version() {
   const auto loaded = torch::cuda::nccl::version();
   return {loaded >> 32, (loaded >> 16) & 0xffff};
@@ -62,8 +63,8 @@ class Nccl : public Transport {
   explicit Nccl(c10::intrusive_ptr<ProcessGroupNCCL> backend)
       : backend_(std::move(backend)), transport_(make_c10d_transport("nccl", backend_)) {}
 
-  // Ends NCCL's threads in order: a peer may still read what this rank has sent it. With an exception on its way, peers may
-  // be anywhere, and an end in order would wait for them: what NCCL has stays until the process ends.
+  // Ends NCCL's threads in order: a peer may still read what this rank has sent it. With an exception on its way, peers
+  // may be anywhere, and an end in order would wait for them: what NCCL has stays until the process ends.
   ~Nccl() override {
     if (std::uncaught_exceptions() > 0) {
       transport_.reset();
@@ -134,8 +135,9 @@ std::string gpu_address(int device) {
   return cudaDeviceGetPCIBusId(address, sizeof address, device) == cudaSuccess ? address : "";
 }
 
-// Our own waits name the culprit. libtorch's watchdog is a fallback, which frees the GPU: by default it ends the process, also
-// for a peer's death that our wait is about to report. Once, and before NCCL's threads read the environment.
+// Our own waits name the culprit. libtorch's watchdog is a fallback, which frees the GPU: by default it ends the
+// process, also for a peer's death that our wait is about to report. Once, and before NCCL's threads read the
+// environment.
 void end_communicators_alone() {
   static std::once_flag once;
   std::call_once(once, [] { setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0); });

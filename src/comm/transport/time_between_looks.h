@@ -6,7 +6,8 @@
 
 namespace shoal {
 
-// `least` at first, later a sixteenth of the time since then, at most 5 ms: a wait of seconds takes next to no processor time.
+// `least` at first, later a sixteenth of the time since then, at most 5 ms: a wait of seconds takes next to no
+// processor time.
 template <class Time>
 Time time_between_looks(Time least, std::chrono::steady_clock::time_point since) {
   const auto waited = std::chrono::duration_cast<Time>(std::chrono::steady_clock::now() - since);

@@ -61,13 +61,14 @@ class Transport {
   virtual ~Transport() = default;
 
   virtual std::string name() const = 0;
-  // For transports that connect at a first call, and without a deadline. What this rank has to tell the others before this
-  // call is issued; nothing for most calls. introduced() then gets the texts of all ranks, by rank, and may throw
+  // For transports that connect at a first call, and without a deadline. What this rank has to tell the others before
+  // this call is issued; nothing for most calls. introduced() then gets the texts of all ranks, by rank, and may throw
   // UsageError, on all of them.
   virtual std::optional<std::string> introduction(const Call& /*call*/) { return std::nullopt; }
   virtual void introduced(const Call& /*call*/, const std::vector<std::string>& /*texts*/) {}
   virtual std::unique_ptr<TransportWork> issue(const Call& call) = 0;
-  // Waits, for a limited time, until peers have read the messages that this process holds for them. Destruction does so, too.
+  // Waits, for a limited time, until peers have read the messages that this process holds for them. Destruction does
+  // so, too.
   virtual void await_readers() {}
   // Whether the destructor waits for operations in flight, which may never end once a peer has failed.
   virtual bool joins_threads() const { return false; }
@@ -80,7 +81,8 @@ class Transport {
   // writes this rank's tensors for an operation in flight. Operations of the others fail as Abandoned says, also those
   // that they call later.
   virtual void abandon(const Abandoned& /*why*/) {}
-  // Throws what another rank has told this one by abandon(), for waits in which no operation of this transport is in flight.
+  // Throws what another rank has told this one by abandon(), for waits in which no operation of this transport is in
+  // flight.
   virtual void require_not_abandoned() {}
   // Called once all ranks that live have given up: memory of this transport may be freed and used again.
   virtual void given_up_by_all() {}

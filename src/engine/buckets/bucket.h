@@ -61,11 +61,13 @@ class Bucket {
   const at::Tensor& flat() const { return flat_; }
   at::Tensor payload(const Range& range) const { return flat_.narrow(0, range.begin, range.size()); }
   const at::Tensor& view(size_t place) const { return views_[place]; }  // the gradient of members()[place]
-  // Whether that tensor has been moved out of the bucket: where it is grad() itself, by a conversion of the module (channels-last).
+  // Whether that tensor has been moved out of the bucket: where it is grad() itself, by a conversion of the module
+  // (channels-last).
   bool moved(size_t place) const;
   void renew_view(size_t place);
-  // A tensor without memory of that gradient's sizes and strides. They stay where a parameter gets others (channels-last):
-  // ranks add up what they have laid out in different steps, and the one that keeps the sum did so first.
+  // A tensor without memory of that gradient's sizes and strides. They stay where a parameter gets others
+  // (channels-last): ranks add up what they have laid out in different steps, and the one that keeps the sum did so
+  // first.
   const at::Tensor& like(size_t place) const { return likes_[place]; }
   StepTrailer& trailer() { return trailer_; }
   const StepTrailer& trailer() const { return trailer_; }

@@ -21,9 +21,9 @@ struct Gradient {
   at::ScalarType dtype() const { return reduce_dtype.value_or(parameter.scalar_type()); }
 };
 
-// Most bytes of a bucket whose memory is needed only until it is reduced, among ranks that share memory. The system takes
-// that memory back after a step, and each page that the next step touches costs as much as twenty copies of it. Ranks of
-// one host need no large buckets: a collective costs them microseconds.
+// Most bytes of a bucket whose memory is needed only until it is reduced, among ranks that share memory. The system
+// takes that memory back after a step, and each page that the next step touches costs as much as twenty copies of it.
+// Ranks of one host need no large buckets: a collective costs them microseconds.
 inline constexpr int64_t max_transient_bucket_bytes = int64_t{4} << 20;
 
 // Assigns gradients to buckets in `order`, the order in which they are expected to arrive (the scheme of c10d's

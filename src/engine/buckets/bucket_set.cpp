@@ -50,8 +50,8 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
   return old;
 }
 
-// Gives transient buckets memory of one size, so that each of them can use what another has left. The part that a bucket
-// does not use has no pages.
+// Gives transient buckets memory of one size, so that each of them can use what another has left. The part that a
+// bucket does not use has no pages.
 void BucketSet::make_memory_alike() {
   std::map<std::pair<at::ScalarType, std::string>, std::vector<Bucket*>> alike;
   for (auto& bucket : buckets_) {

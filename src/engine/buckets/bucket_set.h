@@ -71,8 +71,8 @@ class BucketSet {
   std::vector<Place> places_;  // by gradient
   std::vector<bool> frozen_;   // by gradient
   StepTrailer trailer_;
-  // In shared memory, where fresh pages cost most. Still larger buffers are not used by smaller buckets, which would keep
-  // the largest of a model in memory.
+  // In shared memory, where fresh pages cost most. Still larger buffers are not used by smaller buckets, which would
+  // keep the largest of a model in memory.
   static constexpr int64_t most_times_larger = 4;
   SpareMemory spare_{};
   bool keeps_transient_ = false;

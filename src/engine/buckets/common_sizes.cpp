@@ -13,8 +13,8 @@ std::vector<int64_t> common_sizes(const std::vector<int64_t>& numels, int64_t mo
     }
     sizes.push_back(size);
   }
-  // A need just beyond the limit of some, and not of others, would make two sizes of which the smaller one does not serve
-  // for most needs.
+  // A need just beyond the limit of some, and not of others, would make two sizes of which the smaller one does not
+  // serve for most needs.
   const auto before = sizes;
   for (auto& size : sizes) {
     const auto limit = size + size / 8;

@@ -18,9 +18,9 @@ class SpareMemory {
   explicit SpareMemory(double most_times = 1.25, bool keeps_larger = false)
       : most_times_(most_times), keeps_larger_(keeps_larger) {}
 
-  // Returns at least [numel] with stale values, the smallest buffer that fits, which one of `fresh_numel` elements does too.
-  // If nothing fits, frees all spare buffers before it allocates `fresh_numel` (0: numel), so that memory does not exceed what
-  // was in use at once (but for keeps_larger).
+  // Returns at least [numel] with stale values, the smallest buffer that fits, which one of `fresh_numel` elements does
+  // too. If nothing fits, frees all spare buffers before it allocates `fresh_numel` (0: numel), so that memory does not
+  // exceed what was in use at once (but for keeps_larger).
   at::Tensor take(const Group& group, int64_t numel, const at::TensorOptions& options, int64_t fresh_numel = 0);
   // Whether take() would return a spare buffer.
   bool fits(int64_t numel, const at::TensorOptions& options, int64_t fresh_numel = 0) const {

@@ -250,7 +250,8 @@ std::string read_position(const Json& stored) {
 
 namespace {
 
-// What a wrapper ignores is each rank's own affair. Ranks that have tensors of other names, kinds or shapes there save one set.
+// What a wrapper ignores is each rank's own affair. Ranks that have tensors of other names, kinds or shapes there save
+// one set.
 void keep_own_where_alike(CheckpointView& view, const Group& group) {
   std::string text;
   const auto add = [&](const char* kind, const std::string& name, at::IntArrayRef sizes) {

@@ -62,8 +62,8 @@ TrainingLoader::TrainingLoader(const SliceReader& reader, CheckpointView view, s
   find_states(peer);
 }
 
-// Of ranks that have state of their own, the first of the peers writes the common one, which may lack parameters that it has not
-// used.
+// Of ranks that have state of their own, the first of the peers writes the common one, which may lack parameters that
+// it has not used.
 void TrainingLoader::find_states(std::optional<int> peer) {
   constexpr std::string_view prefix = "optimizer.";
   constexpr int common = -1;
@@ -359,8 +359,8 @@ void TrainingLoader::read_model() const {
       if (piece.owner != share.rank || !piece.updated.defined() || !has(piece.name)) continue;
       const auto name = own_name(piece.name, diverges_);
       const auto copy = piece.updated.detach();
-      // Of the model alone, values of the parameters' dtype are what a program writes into them: a float32 copy that rounds to
-      // them stays, as load_state_dict() may have brought it.
+      // Of the model alone, values of the parameters' dtype are what a program writes into them: a float32 copy that
+      // rounds to them stays, as load_state_dict() may have brought it.
       const auto stored = reader_.tensor(name).dtype;
       const bool rounded = piece.main && model_only() && stored == piece.parameter.scalar_type();
       const auto values = rounded ? at::empty_like(copy, copy.options().dtype(stored)) : copy;

@@ -18,8 +18,8 @@ namespace shoal {
 // None of them is collective.
 class TrainingLoader {
  public:
-  // peer: this rank's number among those that have the same pieces with values of their own, if there are such. exact: the
-  // checkpoint was written by the same strategy with the same number of ranks.
+  // peer: this rank's number among those that have the same pieces with values of their own, if there are such. exact:
+  // the checkpoint was written by the same strategy with the same number of ranks.
   TrainingLoader(const SliceReader& reader, CheckpointView view, std::optional<int> peer, const Group& group,
                  bool exact, const LoadOptions& options);
 

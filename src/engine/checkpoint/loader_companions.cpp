@@ -87,7 +87,8 @@ void TrainingLoader::restore(const std::vector<Schedule>& companions) {
   for (auto* schedule : view_.schedules) {
     if (has_steps) set_steps(*schedule, steps());
   }
-  // Older checkpoints have the steps of a LambdaLR only. Others begin with those of their rank, if its state was loaded.
+  // Older checkpoints have the steps of a LambdaLR only. Others begin with those of their rank, if its state was
+  // loaded.
   const bool has_own_steps = exact_ && !view_.schedules.empty() && steps_of(*view_.schedules.front()) > 0;
   if (!view_.schedules.empty() && !has_steps && !has_own_steps) starts_anew("the strategy's schedule");
   const auto stored = states != nullptr && states->is_array() ? states->size() : 0;

@@ -54,7 +54,8 @@ size_t groups_of(const CheckpointView& view) {
   return count;
 }
 
-// Whether the group at this place, of as many, has no names: so older checkpoints have one whose parameters were frozen.
+// Whether the group at this place, of as many, has no names: so older checkpoints have one whose parameters were
+// frozen.
 bool nameless(const Json& stored, size_t groups, size_t place) {
   return stored.size() == groups && stored[place].at(parameters_entry).empty();
 }

@@ -21,8 +21,8 @@ class OptionsLoader {
   // cannot take, before anything has changed.
   OptionsLoader(const CheckpointView& view, const nlohmann::json& stored);
 
-  // UsageError for the options of another of PyTorch's optimizers, whose state would be taken as it is. Those of Adam and AdamW are
-  // alike.
+  // UsageError for the options of another of PyTorch's optimizers, whose state would be taken as it is. Those of Adam
+  // and AdamW are alike.
   void require_kin() const;
   // rates: learning rates; others: all other options.
   void apply(bool rates, bool others) const;

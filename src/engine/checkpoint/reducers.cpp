@@ -54,8 +54,8 @@ std::vector<LearntOrder> parsed_orders(const std::vector<Reducer*>& reducers, co
   }
 }
 
-// Checksum of the parts of gradients that a hook sees on this rank. None: it sees whole buckets, whose gradients have their
-// parameters' shapes however they are sharded.
+// Checksum of the parts of gradients that a hook sees on this rank. None: it sees whole buckets, whose gradients have
+// their parameters' shapes however they are sharded.
 std::optional<uint32_t> parts_seen(const std::vector<Reducer*>& reducers) {
   if (hook_of(reducers) == nullptr || !reducers.front()->reduction().plan().hook_point.of_kept) return std::nullopt;
   std::string text;

@@ -60,14 +60,15 @@ class CheckpointSource {
   virtual bool continues(const std::string& saved) const { return saved == strategy(); }
   // The ranks that save and load. Collective.
   virtual Group group() = 0;
-  // Called before view() for a load: takes over what the program has changed since the last step, as the next step would.
-  // Collective.
+  // Called before view() for a load: takes over what the program has changed since the last step, as the next step
+  // would. Collective.
   virtual void adopt_changes() {}
   // The same for a save, which takes over no values, but shows those in place: the program may take them away again.
   virtual void begin_save() {}
   virtual CheckpointView view() = 0;
-  // Before a load of parameters that are not in view() and have optimizer state in the checkpoint. Those that are frozen now and
-  // can be trained later without a new wrapper belong to view() from now on, so that they get their state. Collective.
+  // Before a load of parameters that are not in view() and have optimizer state in the checkpoint. Those that are
+  // frozen now and can be trained later without a new wrapper belong to view() from now on, so that they get their
+  // state. Collective.
   virtual void own_frozen(const std::set<std::string>& /*names*/) {}
   // Ranks that have the same pieces with values of their own; other strategies load their mean. Frozen parameters may
   // differ, too. None: equal pieces have equal values.

@@ -24,8 +24,8 @@ namespace {
 
 constexpr size_t most_of_position = size_t{2} << 20;  // in the index, where bytes that are no UTF-8 take twice as much
 
-// Carried state from an entry of the state, and from tensors whose names begin with `prefix`. part: theirs, as a model may
-// have the same names.
+// Carried state from an entry of the state, and from tensors whose names begin with `prefix`. part: theirs, as a model
+// may have the same names.
 Carried carried(const SliceReader& reader, const nlohmann::json& state, const std::string& prefix, const char* part) {
   Carried all;
   if (const auto found = state.find(names::carried); found != state.end()) all.values = *found;

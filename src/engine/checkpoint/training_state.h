@@ -35,7 +35,8 @@ struct TrainingState::State {
 // Runs work, which does not communicate except by reading, on every rank; if it throws on some of them, throws on all.
 using Together = std::function<void(const std::function<void()>& work)>;
 
-// path of the result: empty. kept: tensors of which this rank keeps its values. Collective over source.group(); errors as for load() of shoal/checkpoint.h.
+// path of the result: empty. kept: tensors of which this rank keeps its values. Collective over source.group(); errors
+// as for load() of shoal/checkpoint.h.
 Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Companions& companions,
                  const LoadOptions& options, const Together& together, const std::set<std::string>& kept = {});
 

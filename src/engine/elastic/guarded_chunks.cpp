@@ -95,7 +95,8 @@ at::Tensor GuardedUpdate::part(int rank, const Chunk& chunk, const at::Tensor& t
   return is_whole(rank, chunk) ? tensor : tensor.narrow(0, chunk.begin, chunk.end - chunk.begin);
 }
 
-// Calls `copy` with the place and size of all that the chunk changes. No tensors: they would take longer than the bytes.
+// Calls `copy` with the place and size of all that the chunk changes. No tensors: they would take longer than the
+// bytes.
 template <class Copy>
 void GuardedUpdate::for_each_saved(int rank, const Chunk& chunk, const Copy& copy) const {
   const bool whole = is_whole(rank, chunk);

@@ -111,8 +111,8 @@ bool GuardedUpdate::prepare(const GossipTerms& mixed_in) {
   return before != arenas_;
 }
 
-// One word in shared memory has the verdict, so that all ranks have the same one, also where one of them waits no longer for a
-// rank that comes late after all.
+// One word in shared memory has the verdict, so that all ranks have the same one, also where one of them waits no
+// longer for a rank that comes late after all.
 void GuardedUpdate::commit() {
   const auto number = ++commits_;
   shared_.record(group_.rank()).reached.store(number);
@@ -146,8 +146,8 @@ void GuardedUpdate::give_verdict(int64_t number, bool passes) const {
   survivors_.ring();
 }
 
-// One rank of the host asks for all that wait here. Whoever asks gets the same answer, so it does no harm if several do, as when
-// the first one does not get one in time.
+// One rank of the host asks for all that wait here. Whoever asks gets the same answer, so it does no harm if several
+// do, as when the first one does not get one in time.
 bool GuardedUpdate::commit_over_hosts(bool came, const DecideOverHosts& decide) {
   const auto number = ++commits_;
   const auto& verdict = shared_.record(0).verdict;

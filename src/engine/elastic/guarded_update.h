@@ -18,13 +18,12 @@ namespace shoal {
 
 // Values that come from elsewhere, and are mixed into those of a tensor before it is updated.
 struct GossipTerm {
-  at::Tensor
-      others{};    // sum of them by their weights, of the tensor's dtype, with elements as it has them in memory; by
-                   // Group::allocate()
-  double own = 1;  // weight of the tensor's own values
+  at::Tensor others{};  // sum of them by their weights, of the tensor's dtype, with elements as it has them in memory;
+                        // by Group::allocate()
+  double own = 1;       // weight of the tensor's own values
 
-  // values <- own * values + others. Computed as x + (others - (1 - own) x), because rounded weights do not sum to 1, and equal
-  // ranks would drift.
+  // values <- own * values + others. Computed as x + (others - (1 - own) x), because rounded weights do not sum to 1,
+  // and equal ranks would drift.
   static void mix(const at::Tensor& values, const at::Tensor& others, double own) {
     at::Tensor(values).add_(others.sub(values, 1 - own));
   }
@@ -62,23 +61,23 @@ class GuardedUpdate {
   // whose state is unknown.
   GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local, bool element_wise);
 
-  // Own targets' state from before a change of the ranks, whoever owned which elements then. UsageError for state that is
-  // not element by element and would have to be cut.
+  // Own targets' state from before a change of the ranks, whoever owned which elements then. UsageError for state that
+  // is not element by element and would have to be cut.
   void adopt(const HeldState& former);
   // The same for a single rank that is left, which needs no guard. own: what its optimizer updates.
   static void release(const HeldState& former, const std::vector<UpdateTarget>& own, torch::optim::Optimizer& local);
   // What the ranks of this object have updated, and their state.
   const HeldState& held() const { return shared_; }
 
-  // Before commit(). mixed_in: for own targets; run() mixes it in before it updates a target. Returns whether the others must map
-  // memory of this rank, all of them in one map_all(), so that they can read it after its death. UsageError for state that was
-  // replaced, and sparse gradients.
+  // Before commit(). mixed_in: for own targets; run() mixes it in before it updates a target. Returns whether the
+  // others must map memory of this rank, all of them in one map_all(), so that they can read it after its death.
+  // UsageError for state that was replaced, and sparse gradients.
   bool prepare(const GossipTerms& mixed_in = {});
   void map_all() const { survivors_.map_all(); }
   void commit();
-  // In place of commit() where other hosts hold the same shares: the commit is that of all hosts, and must be called once ranks have
-  // prepared and mapped. came: whether this rank knows that all ranks of all hosts have. decide: asks all hosts, and gives every rank
-  // the same answer, that of the first who asks. Returns whether the commit has passed.
+  // In place of commit() where other hosts hold the same shares: the commit is that of all hosts, and must be called
+  // once ranks have prepared and mapped. came: whether this rank knows that all ranks of all hosts have. decide: asks
+  // all hosts, and gives every rank the same answer, that of the first who asks. Returns whether the commit has passed.
   bool commit_over_hosts(bool came, const DecideOverHosts& decide);
   // A commit without an update, after construction and adopt(): from then on this object counts on all ranks, and the
   // former one on none.
@@ -92,8 +91,8 @@ class GuardedUpdate {
   void run(bool updates = true);
   // In place of run(), on all ranks: nothing changes in this step.
   void skip();
-  // For a rank that neither runs nor skips the update, or has failed in it: whether no rank that lives has begun with its own.
-  // Waits until each has come so far.
+  // For a rank that neither runs nor skips the update, or has failed in it: whether no rank that lives has begun with
+  // its own. Waits until each has come so far.
   bool is_left_by_all();
   // Whether this rank's update of the last commit is complete.
   bool is_updated() const { return is_updated(group_.rank()); }

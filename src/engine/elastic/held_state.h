@@ -42,8 +42,8 @@ class HeldState {
   // The state of a rank's target, with tensors that are shared with it; nothing if there is none.
   virtual std::optional<NamedState> state(int rank, size_t target) const = 0;
 
-  // The state of the elements of `target`. UsageError for state that is not element by element and would have to be cut,
-  // and for a parameter that no rank has.
+  // The state of the elements of `target`. UsageError for state that is not element by element and would have to be
+  // cut, and for a parameter that no rank has.
   std::optional<NamedState> state_of(const UpdateTarget& target) const;
   // Copies the values of its elements to `target.values`.
   void copy_values(const UpdateTarget& target) const;

@@ -7,8 +7,8 @@
 
 namespace shoal {
 
-// Tells whether a gradient has changed since: its version, and some of its elements, because libtorch's clip_grad_norm_ multiplies all
-// through data(), past the version.
+// Tells whether a gradient has changed since: its version, and some of its elements, because libtorch's clip_grad_norm_
+// multiplies all through data(), past the version.
 class SeenGradient {
  public:
   // There is none.

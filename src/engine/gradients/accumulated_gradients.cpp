@@ -24,7 +24,8 @@ AccumulatedGradients::AccumulatedGradients(const std::vector<Gradient>& gradient
       sums_(gradients, buckets, options.about_sums),
       shown_(gradients.size()) {}
 
-// The gradients keep the old memory until they have moved out of it. They stay in it if the program has other tensors there.
+// The gradients keep the old memory until they have moved out of it. They stay in it if the program has other tensors
+// there.
 void AccumulatedGradients::move_to(std::vector<Bucket> before) {
   before.clear();
   sums_.start();
@@ -35,8 +36,8 @@ void AccumulatedGradients::move_to(std::vector<Bucket> before) {
   }
 }
 
-// A conversion of the module (channels-last) gives grad() other memory, and grad() may be the tensor that the bucket keeps as its view.
-// Makes the view again, with the values; a local gradient stays marked as one.
+// A conversion of the module (channels-last) gives grad() other memory, and grad() may be the tensor that the bucket
+// keeps as its view. Makes the view again, with the values; a local gradient stays marked as one.
 void AccumulatedGradients::return_moved() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     auto& bucket = buckets_.of(i);
@@ -84,8 +85,8 @@ bool AccumulatedGradients::any_left(const std::function<bool(size_t)>& is_left) 
   return false;
 }
 
-// Gradients that were dropped come again, in the bucket: what the program keeps of them (grad() itself, a view, an array of NumPy)
-// keeps the memory. Where all are still in grad(), what the program keeps follows them.
+// Gradients that were dropped come again, in the bucket: what the program keeps of them (grad() itself, a view, an
+// array of NumPy) keeps the memory. Where all are still in grad(), what the program keeps follows them.
 void AccumulatedGradients::leave_what_is_kept(size_t bucket) {
   auto& memory = buckets_[bucket];
   if (!memory.flat().defined() || !(memory.kept_by_program(0) || memory.lost_memory())) return;

@@ -10,7 +10,6 @@
 #include "engine/gradients/backward_weight.h"
 #include "engine/gradients/earlier_sums.h"
 #include "engine/gradients/shown_gradients.h"
-#include "engine/gradients/backward_weight.h"
 #include "memory/tensor_version.h"
 #include "memory/views.h"
 
@@ -37,14 +36,15 @@ class AccumulatedGradients {
 
   // Call after buckets were rebuilt. `before`: see BucketSet::build().
   void move_to(std::vector<Bucket> before);
-  // Reads what the caller did to grad() since: a gradient that was dropped does not take part in the next step, and what the
-  // program keeps of its memory is not overwritten.
+  // Reads what the caller did to grad() since: a gradient that was dropped does not take part in the next step, and
+  // what the program keeps of its memory is not overwritten.
   void adopt_changes();
 
   // By gradient. used: a backward added something. came: a backward reached it, perhaps with an undefined gradient.
   const std::vector<bool>& used() const { return own_.used; }
   const std::vector<bool>& came() const { return own_.came; }
-  // Sum of the weights of these backwards; none if they were called without weights, or what they added was dropped or zeroed.
+  // Sum of the weights of these backwards; none if they were called without weights, or what they added was dropped or
+  // zeroed.
   const std::optional<double>& weight() const { return own_.weight; }
   void set_weight(const std::optional<double>& weight) { own_.weight = weight; }
   void add_weight(double weight) { own_.weight = own_.weight.value_or(0.0) + weight; }
@@ -55,12 +55,12 @@ class AccumulatedGradients {
     return true;
   }
 
-  // Call before autograd adds to grad(). UsageError if grad() lies in memory that the program shares with other tensors, which
-  // do not get the sums: where these do not reach every rank.
+  // Call before autograd adds to grad(). UsageError if grad() lies in memory that the program shares with other
+  // tensors, which do not get the sums: where these do not reach every rank.
   void note_arriving(size_t gradient);
-  // The mean that earlier steps left in grad(), and every rank has. keep_mean(): call before autograd adds to it, where the step's
-  // sum may be scaled after the reduction. mean(): what the sum has of it, after the reduction; undefined: nothing. What the
-  // program writes to the mean, or puts in its place, is this rank's own, and it is a mean no more.
+  // The mean that earlier steps left in grad(), and every rank has. keep_mean(): call before autograd adds to it, where
+  // the step's sum may be scaled after the reduction. mean(): what the sum has of it, after the reduction; undefined:
+  // nothing. What the program writes to the mean, or puts in its place, is this rank's own, and it is a mean no more.
   void keep_mean(size_t gradient);
   at::Tensor mean(size_t gradient) const;
   void note_mean(size_t gradient);
@@ -85,9 +85,9 @@ class AccumulatedGradients {
   void end_graphs(bool local) {
     if (everywhere_ && (in_buckets_ || !local)) shown_.end_graphs(gradients_);
   }
-  // After a step that failed or was abandoned, of which no gradient is valid: grad() is defined where it was before the step, and
-  // zero. So it is the same on all ranks, whether a rank's backward reached it or not. in_flight: the bucket's memory is still
-  // being summed.
+  // After a step that failed or was abandoned, of which no gradient is valid: grad() is defined where it was before the
+  // step, and zero. So it is the same on all ranks, whether a rank's backward reached it or not. in_flight: the
+  // bucket's memory is still being summed.
   void give_up(size_t gradient, bool in_flight);
   // The same where sums do not reach every rank: drops what is not an earlier step's sum.
   void drop_own(size_t gradient);
@@ -140,7 +140,8 @@ class AccumulatedGradients {
   bool belongs_in_bucket(size_t gradient) const {
     return gradients_[gradient].reduce_dtype ? own_.used[gradient] : in_buckets_;
   }
-  // Whether the caller has zeroed what local backwards with a weight gave. Autograd does not count what is written to data().
+  // Whether the caller has zeroed what local backwards with a weight gave. Autograd does not count what is written to
+  // data().
   bool was_zeroed(size_t gradient) const { return (own_.nonzero || changed(gradient)) && has_zeros(gradient); }
   void lay_in_bucket(size_t gradient);
   void return_moved();

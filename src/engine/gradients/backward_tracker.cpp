@@ -22,9 +22,9 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
 
 }  // namespace
 
-// Watches a backward from one of its final callbacks, which autograd keeps until that backward is over, whether it succeeds or
-// throws. A backward that a node of another one has run (a recomputed block) is destroyed within that node: there, the
-// watch passes to the outer one. libtorch exports no depth of a backward.
+// Watches a backward from one of its final callbacks, which autograd keeps until that backward is over, whether it
+// succeeds or throws. A backward that a node of another one has run (a recomputed block) is destroyed within that node:
+// there, the watch passes to the outer one. libtorch exports no depth of a backward.
 class BackwardTracker::Watch {
  public:
   Watch(BackwardTracker& tracker, Until until)
@@ -39,7 +39,8 @@ class BackwardTracker::Watch {
     } else if (std::uncaught_exceptions() > 0) {
       tracker_.failed(number_);  // the step stays open, and the next backward is refused
     }
-    // Otherwise a device's thread destroys it late, where the program may be at work on the gradients: the next forward ends the step.
+    // Otherwise a device's thread destroys it late, where the program may be at work on the gradients: the next forward
+    // ends the step.
   }
   // Called at the end of the backward. Whether the watch passes to an outer one, whose node is at work.
   bool passes() {
@@ -90,8 +91,8 @@ void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs, const std:
     if (outputs.empty()) reached_->assign(gradients_.size(), true);
     mark_reachable(outputs, hooks_->numbers(), *reached_);
   }
-  // A recomputed block runs a backward of its own inside the outer one. The step ends with the one that computes the gradient
-  // of an output.
+  // A recomputed block runs a backward of its own inside the outer one. The step ends with the one that computes the
+  // gradient of an output.
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([this, reached, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
@@ -139,8 +140,8 @@ void BackwardTracker::ended(Watch& watch) {
   }
 }
 
-// Autograd destroys the watch of a backward that has thrown before the caller gets the exception. With a device's thread it may
-// be later, when another backward has begun.
+// Autograd destroys the watch of a backward that has thrown before the caller gets the exception. With a device's
+// thread it may be later, when another backward has begun.
 void BackwardTracker::failed(int64_t watch) noexcept {
   if (watch != watches_ || phase_ == Phase::local) return;
   const torch::NoGradGuard no_grad;

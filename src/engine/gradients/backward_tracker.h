@@ -26,8 +26,8 @@ class BackwardListener {
   // End of a backward. A local one is idle again by then; after a synchronising one the listener enters `idle` itself.
   virtual void end_local_backward() = 0;
   virtual void end_backward() = 0;
-  // A backward has thrown that synchronises, or that has reached an output and no gradient. Its caller has not got control yet.
-  // Must not communicate.
+  // A backward has thrown that synchronises, or that has reached an output and no gradient. Its caller has not got
+  // control yet. Must not communicate.
   virtual void backward_failed() {}
   // Whether a backward that begins now would synchronise.
   virtual bool synchronises() const { return false; }
@@ -45,7 +45,8 @@ class BackwardTracker {
     bool static_graph = false;
     bool open = false;   // see ForwardTurns
     bool apart = false;  // see ForwardTurns
-    // Where a recomputed block computes a gradient again, a step ends before it, and another begins. False: it is counted again.
+    // Where a recomputed block computes a gradient again, a step ends before it, and another begins. False: it is
+    // counted again.
     bool splits = false;
   };
 
@@ -65,14 +66,14 @@ class BackwardTracker {
   void renew_hooks() {
     if (hooks_) hooks_->renew();
   }
-  // Notes a forward that records a graph. See ForwardTurns: a backward that reaches a parameter of several wrappers is of the one
-  // that ran its forward last.
+  // Notes a forward that records a graph. See ForwardTurns: a backward that reaches a parameter of several wrappers is
+  // of the one that ran its forward last.
   void note_forward();
   // Walks the graph of a forward that will be synchronised, and hooks its outputs.
   // reached: set to true when a backward reaches an output; nullptr: nothing.
   void inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached = nullptr);
-  // With find_unused_parameters: gradients that no graph inspected since the last call reaches. Empty otherwise. A forward without
-  // known outputs may reach all.
+  // With find_unused_parameters: gradients that no graph inspected since the last call reaches. Empty otherwise. A
+  // forward without known outputs may reach all.
   std::vector<size_t> take_unreached();
 
   // Begin and end of a backward that reaches no gradient, for a rank without samples. UsageError if a backward that

@@ -1,5 +1,6 @@
 #pragma once
-// Forwards whose results were dropped without a backward: a rank that drops one where the others do not is a step behind them.
+// Forwards whose results were dropped without a backward: a rank that drops one where the others do not is a step
+// behind them.
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
@@ -13,8 +14,9 @@
 
 namespace shoal {
 
-// Of the forwards since clear(). A backward may also leave out a forward that is not dropped, and results may live on for reasons
-// that differ between ranks; so a rank is behind another only if it has dropped a forward and the other has used all of its own.
+// Of the forwards since clear(). A backward may also leave out a forward that is not dropped, and results may live on
+// for reasons that differ between ranks; so a rank is behind another only if it has dropped a forward and the other has
+// used all of its own.
 class DroppedForwards {
  public:
   // Returns what to set to true when a backward reaches the outputs; nullptr: they are not of this forward alone.

@@ -37,8 +37,8 @@ class EarlierSums {
   // Puts a stand-in into grad() until the next adopt_changes(); the gradient stays in the bucket. Otherwise a caller
   // would take this rank's own gradient for the sum. The stand-in can be dropped and zeroed like a sum.
   void hide(size_t gradient);
-  // After a backward that failed, while ranks still sum its buckets: shows what is set aside in grad(), through which the caller
-  // drops or zeroes it. Followed by adopt_changes() and put_back().
+  // After a backward that failed, while ranks still sum its buckets: shows what is set aside in grad(), through which
+  // the caller drops or zeroes it. Followed by adopt_changes() and put_back().
   void show_aside();
   // Restores the sums that were set aside, after a step that brought none.
   void put_back();

@@ -8,11 +8,12 @@
 
 namespace shoal {
 
-// A wrapper's forwards, as others with the same parameters see them. PyTorch's DistributedDataParallel goes by the same: it acts
-// in a backward that follows a forward of its own. Thread-safe.
+// A wrapper's forwards, as others with the same parameters see them. PyTorch's DistributedDataParallel goes by the
+// same: it acts in a backward that follows a forward of its own. Thread-safe.
 class ForwardTurns {
  public:
-  // open: other wrappers may have the same parameters. apart: groups of ranks train values of their own (post-local SGD).
+  // open: other wrappers may have the same parameters. apart: groups of ranks train values of their own (post-local
+  // SGD).
   ForwardTurns(std::vector<at::Tensor> parameters, bool open, bool apart);
   ~ForwardTurns();
   ForwardTurns(const ForwardTurns&) = delete;
@@ -21,8 +22,8 @@ class ForwardTurns {
   // A forward that records a graph.
   void forward();
   void backward_ended();
-  // Whether a gradient that begins a backward is of another wrapper: one with this parameter has run a forward since this one's
-  // last, and this one's was followed by a backward.
+  // Whether a gradient that begins a backward is of another wrapper: one with this parameter has run a forward since
+  // this one's last, and this one's was followed by a backward.
   bool is_others(const at::Tensor& parameter) const;
   // Whether several wrappers have this parameter.
   static bool are_shared(const at::Tensor& parameter);

@@ -30,7 +30,8 @@ class GradientHooks {
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  // Restores hooks that the program has removed, before a forward. Without the tensor's, no backward would find a new node.
+  // Restores hooks that the program has removed, before a forward. Without the tensor's, no backward would find a new
+  // node.
   void renew();
   // The tensors' hooks alone, also within a backward.
   void put_back();

@@ -9,8 +9,9 @@
 
 namespace shoal {
 
-// Whether to() of a stand-in returns it where it converts nothing, as Module.to of Python needs, which converts gradients,
-// too. By default it is refused as other operators are: C++ reads what it returns by data_ptr(). One for the process.
+// Whether to() of a stand-in returns it where it converts nothing, as Module.to of Python needs, which converts
+// gradients, too. By default it is refused as other operators are: C++ reads what it returns by data_ptr(). One for the
+// process.
 void let_stand_ins_pass_to(bool pass);
 
 // A tensor with the parameter's sizes, strides, dtype and device, but without memory. Zeroing it through any alias is

@@ -9,14 +9,14 @@
 
 namespace shoal {
 
-// grad() lies in a bucket, whose memory each step overwrites. A program may have kept the tensor (in a list for clipping, or a
-// clone that it forgot to make), or have given grad() memory of its own (a part of a flat tensor).
+// grad() lies in a bucket, whose memory each step overwrites. A program may have kept the tensor (in a list for
+// clipping, or a clone that it forgot to make), or have given grad() memory of its own (a part of a flat tensor).
 class ShownGradients {
  public:
   explicit ShownGradients(size_t gradients) : shown_(gradients), elsewhere_(gradients), graph_(gradients) {}
 
-  // Call before autograd adds to grad(). bucket: the gradient's, flat. Notes whether grad() lies in memory that other tensors
-  // have, too, and returns it; the gradient stays there then.
+  // Call before autograd adds to grad(). bucket: the gradient's, flat. Notes whether grad() lies in memory that other
+  // tensors have, too, and returns it; the gradient stays there then.
   bool note(size_t gradient, const at::Tensor& grad, const at::Tensor& bucket);
   // The same for all gradients, after buckets were rebuilt and the former ones destroyed.
   void note_all(const std::vector<Gradient>& gradients);
@@ -32,8 +32,8 @@ class ShownGradients {
   void note_graph(size_t gradient, const at::Tensor& grad) {
     graph_[gradient] = grad.defined() && grad.requires_grad();
   }
-  // A backward through such a grad() is an error from now on, where a graph of this rank's gradient, or none, would give wrong
-  // numbers.
+  // A backward through such a grad() is an error from now on, where a graph of this rank's gradient, or none, would
+  // give wrong numbers.
   void end_graphs(const std::vector<Gradient>& gradients);
 
  private:

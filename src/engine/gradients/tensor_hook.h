@@ -31,7 +31,8 @@ class TensorHook {
   ~TensorHook();
   TensorHook(const TensorHook&) = delete;
   TensorHook& operator=(const TensorHook&) = delete;
-  // Puts it back if it was removed: PyTorch removes all hooks of a parameter where a program in Python registers its first.
+  // Puts it back if it was removed: PyTorch removes all hooks of a parameter where a program in Python registers its
+  // first.
   void renew();
 
  private:

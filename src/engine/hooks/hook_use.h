@@ -11,8 +11,9 @@
 namespace shoal {
 
 // The hook as a wrapper of this module holds it: it is in use while a copy of the pointer lives. nullptr stays nullptr.
-// UsageError if it, or a carrier of it, has memory and another wrapper uses it. A wrapper of the same module may, too: the old
-// one still lives while a program replaces it (model = DistributedDataParallel(...)). Not collective. wrapper: class, for errors.
+// UsageError if it, or a carrier of it, has memory and another wrapper uses it. A wrapper of the same module may, too:
+// the old one still lives while a program replaces it (model = DistributedDataParallel(...)). Not collective. wrapper:
+// class, for errors.
 std::shared_ptr<CommunicationHook> in_use_by(const std::string& wrapper, const torch::nn::Module& module,
                                              const std::shared_ptr<CommunicationHook>& hook);
 

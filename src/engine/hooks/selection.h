@@ -7,8 +7,8 @@
 
 namespace shoal {
 
-// Selected elements of a bucket, packed as [values | padding | positions | padding], of which each part begins where its
-// dtype can be read; of one size on all ranks.
+// Selected elements of a bucket, packed as [values | padding | positions | padding], of which each part begins where
+// its dtype can be read; of one size on all ranks.
 struct Selection {
   at::Tensor values;     // [k], in the bucket's dtype
   at::Tensor positions;  // [k], int32

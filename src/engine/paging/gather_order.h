@@ -44,8 +44,8 @@ class GatherOrder {
   void end(int64_t residue);
   // This rank is about to change its shards; the same holds, because other ranks may still read the old values.
   void update() { boundary_ = updates; }
-  // Of passes that only some ranks make: a rank that does not make them, and those that do, behind their last one, say so; the same holds.
-  // Passes of the others until then are as those of all ranks.
+  // Of passes that only some ranks make: a rank that does not make them, and those that do, behind their last one, say
+  // so; the same holds. Passes of the others until then are as those of all ranks.
   void meet();
   // True if all ranks had the same residue at the end of the last pass.
   bool left_alike() const { return left_alike_; }

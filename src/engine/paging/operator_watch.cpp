@@ -187,8 +187,8 @@ void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   op.redispatchBoxed(below(keys), stack);
 }
 
-// What to() returns without a conversion is the tensor itself, and numpy() in Python keeps its pointer. Outside of autograd, as
-// after detach(), it is a copy here. Where observers have brought no memory there is nothing to point to.
+// What to() returns without a conversion is the tensor itself, and numpy() in Python keeps its pointer. Outside of
+// autograd, as after detach(), it is a copy here. Where observers have brought no memory there is nothing to point to.
 void tell_of_to(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Uses uses(schema.name());

@@ -90,8 +90,8 @@ class Pager : private MemoryUser {
   void notice_writes(bool on) { notices_ = on; }
   // While set, pages remain in memory regardless of the limit.
   void set_limit_ignored(bool ignored);
-  // To be called by ranks behind passes that others do not make, and by those: takes part in the gathers of the former, until all have
-  // called it. Collective.
+  // To be called by ranks behind passes that others do not make, and by those: takes part in the gathers of the former,
+  // until all have called it. Collective.
   void meet();
   // To be called before this rank changes its shards. Returns when all ranks have called it; until then other ranks can
   // gather pages with the old values. Collective.

@@ -1,4 +1,5 @@
-// Passes over the pages, and other points that all ranks reach: those that are ahead take part in the gathers of the others.
+// Passes over the pages, and other points that all ranks reach: those that are ahead take part in the gathers of the
+// others.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

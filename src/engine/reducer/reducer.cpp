@@ -226,8 +226,8 @@ void Reducer::issue_ready_buckets(bool last) {
   }
 }
 
-// The last bucket leaves at the end of backward, because only it can say that the rest of the backward has failed, unless a trailer
-// follows it. That rest has no gradient of this reducer.
+// The last bucket leaves at the end of backward, because only it can say that the rest of the backward has failed,
+// unless a trailer follows it. That rest has no gradient of this reducer.
 bool Reducer::waits_for_end(size_t bucket) {
   if (buckets_.trailer().defined() || !buckets_.is_last(bucket) || !BackwardTracker::in_backward()) return false;
   step_->issues_last = std::make_shared<std::function<void()>>([this] { issue_ready_buckets(/*last=*/true); });

@@ -25,8 +25,8 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = true;
   bool find_unused_parameters = false;
   bool static_graph = false;
-  // Where this rank keeps the whole sum, grad() shows this rank's own gradient until the sum has come, and then the sum.
-  // False: both lie in the bucket alone.
+  // Where this rank keeps the whole sum, grad() shows this rank's own gradient until the sum has come, and then the
+  // sum. False: both lie in the bucket alone.
   bool leave_grad = true;
   // Error text for an operator that takes a gradient that is not in grad(): where the gradient is, and what to call. It
   // follows "<operator> takes the gradient of parameter p, ".
@@ -63,8 +63,8 @@ struct ReducerCallbacks {
   std::function<bool(bool last)> may_leave = [](bool) { return true; };
   // Called after a step was abandoned on all ranks, before the backward throws StepAbandoned.
   std::function<void()> after_abandoned = [] {};
-  // Chains messages between ranks to the reduction of a bucket, which begin in the order of buckets as soon as each is reduced;
-  // nullptr: there are none.
+  // Chains messages between ranks to the reduction of a bucket, which begin in the order of buckets as soon as each is
+  // reduced; nullptr: there are none.
   std::function<PendingExchange(PendingExchange sum, size_t bucket, const Label& label)> after_sum{};
 };
 
@@ -81,8 +81,8 @@ struct ReducerCallbacks {
 // rank's part lies in the bucket (Bucket::kept), and grad() holds a stand-in. A sum that still exists when the next
 // step begins is set aside and added to the next sum (earlier_sums.h).
 //
-// Gradients are scaled by 1 / ranks (or ReducerCallbacks::share) before the reduction, so that 16-bit sums stay in range.
-// The result is multiplied by ranks / weight if weights were given.
+// Gradients are scaled by 1 / ranks (or ReducerCallbacks::share) before the reduction, so that 16-bit sums stay in
+// range. The result is multiplied by ranks / weight if weights were given.
 class Reducer final : private BackwardListener {
  public:
   Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
@@ -148,8 +148,8 @@ class Reducer final : private BackwardListener {
   int lead() const { return join_state_ ? join_state_->first : 0; }
   // UsageError if this rank has a batch.
   void require_absence() const;
-  // Abandons a step whose backward has failed on this rank. For an optimizer, whose own communication would meet that step's on the
-  // other ranks.
+  // Abandons a step whose backward has failed on this rank. For an optimizer, whose own communication would meet that
+  // step's on the other ranks.
   void settle_failed_backward() {
     if (entry_.thrown || (running() && step_->given_up)) abandon();
   }

@@ -122,14 +122,14 @@ void Reducer::release_finished(bool all) {
     if (callbacks.after_sum && sum.next_stage) sum = std::exchange(sum.next_stage, {})();
     if (!buckets_[*index].transient() || buckets_.all_frozen(*index)) continue;
     buckets_.release(*index);
-    // Gradients of a bucket may arrive before the last one of the bucket before. Where ranks share memory, that bucket's
-    // memory is worth keeping for the next time.
+    // Gradients of a bucket may arrive before the last one of the bucket before. Where ranks share memory, that
+    // bucket's memory is worth keeping for the next time.
     buckets_.limit_spare(step_->schedule.most_spare(step_->early || group_.transport() == "host"));
   }
 }
 
-// Fresh pages cost a rank more than a short wait for the bucket before, whose memory it can use again. Between ranks of one
-// pace that wait is short; else it lasts at most as long as the pages would take.
+// Fresh pages cost a rank more than a short wait for the bucket before, whose memory it can use again. Between ranks of
+// one pace that wait is short; else it lasts at most as long as the pages would take.
 void Reducer::reuse_memory(size_t gradient) {
   if (step_->early || !buckets_.needs_fresh_memory(gradient) || group_.transport() != "host") return;
   release_finished();

@@ -204,8 +204,8 @@ void Reducer::close_step() {
   ++steps_;
 }
 
-// After a failed backward (in_flight) before the program gets control, which zeroes gradients or goes on to step(); else when the
-// step ends.
+// After a failed backward (in_flight) before the program gets control, which zeroes gradients or goes on to step();
+// else when the step ends.
 void Reducer::give_up_gradients(bool in_flight) {
   if (!running() || std::exchange(step_->given_up, true)) return;
   step_->issues_last.reset();

@@ -31,8 +31,8 @@ bool ReductionPlan::trailer_apart(const std::vector<Gradient>& gradients) const 
   const bool exact = std::any_of(gradients.begin(), gradients.end(), [](const Gradient& gradient) {
     return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
   });
-  // To write or read a trailer on a device, the CPU waits for the device. Sums that are consumed within the step need their
-  // weight at once.
+  // To write or read a trailer on a device, the CPU waits for the device. Sums that are consumed within the step need
+  // their weight at once.
   const bool waits = !consumed && std::any_of(gradients.begin(), gradients.end(), [](const Gradient& gradient) {
     return !gradient.parameter.device().is_cpu();
   });

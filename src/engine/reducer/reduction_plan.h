@@ -51,8 +51,8 @@ struct ReductionPlan {
   Range kept(const Bucket& bucket, int place) const;
   // Whether a place keeps the whole sum of a bucket; also valid for a sparse gradient's bucket, which has no elements.
   bool keeps_whole(const Bucket& bucket, int place) const;
-  // Whether the trailer needs a small collective of its own, on the CPU, at the end of a step: buckets do not carry it, all
-  // gradients have 16 bits, which cannot hold a weight exactly, or some are on a device.
+  // Whether the trailer needs a small collective of its own, on the CPU, at the end of a step: buckets do not carry it,
+  // all gradients have 16 bits, which cannot hold a weight exactly, or some are on a device.
   bool trailer_apart(const std::vector<Gradient>& gradients) const;
   // Of a trailer apart: one that holds weights as exactly as the gradients.
   static at::ScalarType trailer_dtype(const std::vector<Gradient>& gradients);

@@ -12,8 +12,8 @@ namespace shoal {
 //            (an undefined gradient); the sum counts the ranks that used it
 //   forwards 1 if this rank has dropped a forward since the last step, `used_all` if its backward has used them all
 //   weight   this rank's weight in the mean; the gradients' sum is divided by the sum of weights
-// So unused parameters, weights, abandoned steps (a weight of NaN) and ranks that are a step behind need no communication of
-// their own.
+// So unused parameters, weights, abandoned steps (a weight of NaN) and ranks that are a step behind need no
+// communication of their own.
 class StepTrailer {
  public:
   StepTrailer() = default;
@@ -31,7 +31,8 @@ class StepTrailer {
   // came: whether backward reached the gradient.
   void write(const std::vector<bool>& used, const std::vector<bool>& came, Forwards forwards, double weight);
   double weight() const;
-  // Whether some of `ranks` ranks have dropped a forward, and others have used all of theirs, as far as this dtype tells.
+  // Whether some of `ranks` ranks have dropped a forward, and others have used all of theirs, as far as this dtype
+  // tells.
   bool some_are_behind(int ranks) const;
   // Whether all `ranks` ranks used the same gradients.
   bool same_on_all(int ranks) const;

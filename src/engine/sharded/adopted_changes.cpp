@@ -183,8 +183,8 @@ at::Tensor ShardedModule::current(const OwnedPiece& piece) const {
   return current_values(*gathers_[piece.bucket], piece.slice, piece.main, piece.former);
 }
 
-// A write is noticed of a whole parameter or page, most of which may be as it was, and a load may give a parameter what its
-// copy rounds to.
+// A write is noticed of a whole parameter or page, most of which may be as it was, and a load may give a parameter what
+// its copy rounds to.
 std::vector<ShardedModule::OutdatedCopy> ShardedModule::take_other_dtypes(const Changes& changes) {
   std::vector<OutdatedCopy> others;
   const auto add = [&](const ParameterWatch& watch, size_t number, const ParameterGather& gather, const Slice& slice,

@@ -11,12 +11,13 @@
 
 namespace shoal {
 
-// One line per param group whose options are not as before, with what differs. Of options that neither libtorch nor shoal
-// defines, learning rates are compared; those of other languages (OptionsOfType) are left to these.
+// One line per param group whose options are not as before, with what differs. Of options that neither libtorch nor
+// shoal defines, learning rates are compared; those of other languages (OptionsOfType) are left to these.
 std::vector<std::string> changed_options(const ParamGroups& before, const ParamGroups& now);
 
-// Ranks that have the same options before a step and do not change them alike would update parts of the model in different ways.
-// DisagreeError. Called by ranks with changed options; if some have none, the others' next collective is the error. Collective.
+// Ranks that have the same options before a step and do not change them alike would update parts of the model in
+// different ways. DisagreeError. Called by ranks with changed options; if some have none, the others' next collective
+// is the error. Collective.
 void agree_on_options(const Group& group, const std::string& optimizer, const std::vector<std::string>& changed);
 
 // A number that stands for the options of all groups.

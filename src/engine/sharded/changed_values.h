@@ -22,8 +22,8 @@ struct ChangedValue {
 uint64_t digest_of(const at::Tensor& tensor);
 
 // Call before the values of `replaced`, which have other memory since they were wrapped (set_data), are agreed on and
-// adopted. Where that memory is a strategy's, such as another parameter's, they get a copy, since an adoption overwrites
-// it. UsageError if two of all `parameters` are on the same memory. owner: of the strategy, for errors.
+// adopted. Where that memory is a strategy's, such as another parameter's, they get a copy, since an adoption
+// overwrites it. UsageError if two of all `parameters` are on the same memory. owner: of the strategy, for errors.
 void separate(const std::vector<NamedTensor>& parameters, const std::vector<at::Tensor>& replaced,
               const std::string& owner);
 

@@ -10,10 +10,10 @@ namespace shoal {
 // Takes over elements that differ from their rounded copy; others keep the copy's precision.
 void take_written(const at::Tensor& elements, const at::Tensor& copy);
 
-// Values of a float32 copy at the last update, kept from the first change by the program on. Elements that come back to what was shown
-// then, as after an evaluation with averages in their place, get back the bits that they cannot hold. An element has come back if it had
-// another value meanwhile, or if its parameter has been given other memory: a write in place leaves most elements alone. Copies of this
-// object are one.
+// Values of a float32 copy at the last update, kept from the first change by the program on. Elements that come back to
+// what was shown then, as after an evaluation with averages in their place, get back the bits that they cannot hold. An
+// element has come back if it had another value meanwhile, or if its parameter has been given other memory: a write in
+// place leaves most elements alone. Copies of this object are one.
 class FormerValues {
  public:
   // As take_written(). replaced: `elements` lie in memory that the program has given to the parameter.

@@ -25,8 +25,8 @@ class NoticedWrites {
 
   // Call before the parameter, which lies in `home`, is written.
   void note(size_t parameter, const at::Tensor& home);
-  // Forgets writes after which a parameter has the values from before them, to the bit, in its home and `in_place`; returns
-  // these parameters.
+  // Forgets writes after which a parameter has the values from before them, to the bit, in its home and `in_place`;
+  // returns these parameters.
   std::vector<size_t> forget_undone(const std::vector<at::Tensor>& homes,
                                     const std::function<bool(size_t parameter)>& in_place);
   void forget_all();

@@ -25,8 +25,8 @@ namespace shoal {
 // adopt() publishes these values. Operators of the engine itself run under UnwatchedOperators.
 //
 // PyTorch moves a storage's memory in place where other processes of the program get it (share_memory(), a queue of
-// torch.multiprocessing). A parameter stays in such memory, so that they see what they would see of PyTorch: wait() copies
-// the values of all ranks there.
+// torch.multiprocessing). A parameter stays in such memory, so that they see what they would see of PyTorch: wait()
+// copies the values of all ranks there.
 class ParameterBuffer : private MemoryUser {
  public:
   // Moves the parameters into the buffer; the owner's values of each range are used. Collective.
@@ -60,8 +60,8 @@ class ParameterBuffer : private MemoryUser {
   void leave_to_holders();
   // Indices of parameters that the user has replaced or written. Not collective.
   std::vector<size_t> changed() const;
-  // Forgets writes after which a parameter has the values from before them, to the bit: those of a rank that has shown other
-  // weights and put its own back. Call while no rank writes the buffer. Not collective.
+  // Forgets writes after which a parameter has the values from before them, to the bit: those of a rank that has shown
+  // other weights and put its own back. Call while no rank writes the buffer. Not collective.
   void forget_undone();
   const ParameterWatch& watch() const { return watch_; }
   // A range of the parameter's current values, in the buffer's order and the parameter's present dtype.

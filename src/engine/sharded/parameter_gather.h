@@ -44,8 +44,8 @@ class ParameterGather {
   // program still holds of a replaced parameter's former memory keeps its values; elements() may lie elsewhere
   // afterwards. Collective.
   virtual void adopt(const Label& label) = 0;
-  // The same without the other ranks, of pages, and of parameters that are whole in each rank's own memory: what the program holds is
-  // not looked after.
+  // The same without the other ranks, of pages, and of parameters that are whole in each rank's own memory: what the
+  // program holds is not looked after.
   virtual void adopt_alone() {}
   // While off, writes are not detected.
   virtual void notice_writes(bool on) = 0;
@@ -54,8 +54,8 @@ class ParameterGather {
   virtual void end_private(bool /*keep*/) {}
   virtual void leave_moved() {}
 
-  // For elastic jobs, of pages: elements() has those of these ranges, too, zeros at first, which other ranks own. What is written to
-  // the page reaches them.
+  // For elastic jobs, of pages: elements() has those of these ranges, too, zeros at first, which other ranks own. What
+  // is written to the page reaches them.
   virtual void hold(std::vector<Range> /*ranges*/) {}
 
   // True if other ranks see this rank's elements change as they are written, before publish().
@@ -77,8 +77,8 @@ std::unique_ptr<ParameterGather> gather_in_gradients(const Group& group, std::ve
                                                      const Bucket& bucket);
 
 // Turns the parameters into views of a page, of which this rank keeps only its own range. owners: ranges of the layout
-// by rank, equal parts or everything for one rank. Each rank's current values count for its own range; unless `filled`, they are not
-// read, and elements are zero.
+// by rank, equal parts or everything for one rank. Each rank's current values count for its own range; unless `filled`,
+// they are not read, and elements are zero.
 std::unique_ptr<ParameterGather> gather_in_pages(std::shared_ptr<Pager> pager, std::vector<at::Tensor> parameters,
                                                  const FlatLayout& layout, const std::vector<Range>& owners, int rank,
                                                  const std::string& name, bool filled = true);

@@ -14,14 +14,15 @@
 
 namespace shoal {
 
-// By rank, the rank that owns the same a second time: the one at its place on the next host, counted round where that has fewer
-// ranks; with one host, the next rank. hosts: by rank, as returned by hosts_of(). Several ranks at least.
+// By rank, the rank that owns the same a second time: the one at its place on the next host, counted round where that
+// has fewer ranks; with one host, the next rank. hosts: by rank, as returned by hosts_of(). Several ranks at least.
 std::vector<int> second_owners(const std::vector<int>& hosts);
 
 // DisagreeError: some ranks have not updated in a step in which others have.
 [[noreturn]] void refuse_unequal_updates();
 
-// What this rank says before an update, to be compared with what others say. Numbers are of 64 bits, of which the upper 53 are compared.
+// What this rank says before an update, to be compared with what others say. Numbers are of 64 bits, of which the upper
+// 53 are compared.
 struct SecondQuestion {
   std::map<int, uint64_t> shards{};  // by first owner, digest of what this rank has of a shard that it owns
   // The same of its gradient, where they are compared.
@@ -41,13 +42,14 @@ struct SecondQuestion {
     bool asked = false;            // by some rank
     std::optional<int> differs{};  // the first owner whose second one has another gradient
   };
-  // owners: second_owners(). On all ranks: UsageError if one's state was replaced; DisagreeError if the two owners of a shard have other
-  // digests, or ranks other options or numbers of updates. Collective.
+  // owners: second_owners(). On all ranks: UsageError if one's state was replaced; DisagreeError if the two owners of a
+  // shard have other digests, or ranks other options or numbers of updates. Collective.
   Answer ask(const Group& group, const std::vector<int>& owners, const Label& label) const;
 };
 
-// Sums of gradients that this rank holds a second time. An owner sends its sum of a bucket once the bucket is reduced, while backward
-// computes the next ones. What changes a sum later is noticed by its tensor's version; then complete() sends all sums again.
+// Sums of gradients that this rank holds a second time. An owner sends its sum of a bucket once the bucket is reduced,
+// while backward computes the next ones. What changes a sum later is noticed by its tensor's version; then complete()
+// sends all sums again.
 class SecondCopies : public std::enable_shared_from_this<SecondCopies> {
  public:
   struct Copy {
@@ -56,13 +58,14 @@ class SecondCopies : public std::enable_shared_from_this<SecondCopies> {
     at::Tensor sum;  // its elements
   };
 
-  // reducer: must outlive this object. Its ranks own ranges of buckets, and sum in one stage. Where it has built its buckets anew, the
-  // first message in them finds copies that are made anew.
+  // reducer: must outlive this object. Its ranks own ranges of buckets, and sum in one stage. Where it has built its
+  // buckets anew, the first message in them finds copies that are made anew.
   explicit SecondCopies(const Reducer& reducer);
   SecondCopies(const SecondCopies&) = delete;
   SecondCopies& operator=(const SecondCopies&) = delete;
 
-  // Whether the copies are those of the reducer's present buckets. A forward may rebuild the buckets; the first message makes new copies.
+  // Whether the copies are those of the reducer's present buckets. A forward may rebuild the buckets; the first message
+  // makes new copies.
   bool of_these_buckets() const { return built_ == reducer_.builds(); }
   const std::vector<Copy>& of(size_t bucket) const { return copies_[bucket]; }
   // Chains the messages about a bucket to its reduction, which keeps this object.

@@ -32,7 +32,8 @@ bool same(const std::optional<NamedState>& a, const std::optional<NamedState>& b
   });
 }
 
-// The elements as the program has them: in the parameter, or, if that rounds them, in the float32 copy where it has not been written.
+// The elements as the program has them: in the parameter, or, if that rounds them, in the float32 copy where it has not
+// been written.
 at::Tensor current_values(const UpdateTarget& target) {
   const auto now = in_memory_order(target.parameter.detach()).narrow(0, target.range.begin, target.range.size());
   if (!target.rounded.defined()) return now;
@@ -43,8 +44,8 @@ at::Tensor current_values(const UpdateTarget& target) {
   return exact;
 }
 
-// What a rank says of divisions before another one is made. Of all ranks the most of each number; the least of what has to be equal is
-// the most of minus it.
+// What a rank says of divisions before another one is made. Of all ranks the most of each number; the least of what has
+// to be equal is the most of minus it.
 struct Said {
   static constexpr double nothing = -std::numeric_limits<double>::infinity();
 
@@ -135,7 +136,8 @@ void ShardedOptimizerBase::State::seal_division(int64_t division) {
   alone.reset();
 }
 
-// A division counts if some rank knows that all have made it, or if all that are left have. Then all of them have it here.
+// A division counts if some rank knows that all have made it, or if all that are left have. Then all of them have it
+// here.
 void ShardedOptimizerBase::begin_regroup(const Group& group, bool apart) {
   auto& state = *state_;
   state.end_outdated();

@@ -17,7 +17,8 @@ struct SecondOwnership {
   bool comes = false;              // this rank has come, and no division with it has been sealed yet
   bool grows = false;              // it gives shards to ranks that have come
   std::optional<Estate> former{};  // what counts while another division is made
-  // That of before ranks came, until a step is complete: they may fail in it together, and take along both owners of a shard.
+  // That of before ranks came, until a step is complete: they may fail in it together, and take along both owners of a
+  // shard.
   std::optional<Estate> before{};
   std::vector<Estate::Shard> updated{};  // this rank's, after the last step
 };

@@ -79,7 +79,8 @@ void ShardedOptimizerCore::State::publish_second() {
     const auto error = module->take_early_use();
     if (early_use.empty()) early_use = error;
   }
-  // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they were sent.
+  // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they
+  // were sent.
   meet_without_early_use(group, early_use,
                          {modules.front()->reducer().step(), -1, "whether all have the updated parameters"});
 }

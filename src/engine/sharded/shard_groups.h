@@ -1,5 +1,6 @@
 #pragma once
-// Groups of ranks that shard a model among them, each of which may have a copy of it: sums within a group, then between groups.
+// Groups of ranks that shard a model among them, each of which may have a copy of it: sums within a group, then between
+// groups.
 
 #include <optional>
 #include <utility>
@@ -9,7 +10,8 @@
 
 namespace shoal {
 
-// Group of ranks that share one copy of the model, and the group of ranks that hold equal shards, if there are replicas.
+// Group of ranks that share one copy of the model, and the group of ranks that hold equal shards, if there are
+// replicas.
 struct ShardGroups {
   Group all;
   Group shard;
@@ -27,8 +29,8 @@ struct ShardGroups {
   HookPoint hook_point(SumResult within) const;
 };
 
-// ranks: of each group, as ranks_by_host() returns them. shard: this rank's group of them; nothing: it is made. Collective over
-// `all`.
+// ranks: of each group, as ranks_by_host() returns them. shard: this rank's group of them; nothing: it is made.
+// Collective over `all`.
 ShardGroups make_shard_groups(const Group& all, const std::vector<std::vector<int>>& ranks,
                               std::optional<Group> shard = std::nullopt);
 

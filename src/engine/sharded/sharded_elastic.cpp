@@ -1,5 +1,5 @@
-// Sharded optimizers in elastic jobs: guarded steps, and the shares of ranks that have ended divided among those that are
-// left.
+// Sharded optimizers in elastic jobs: guarded steps, and the shares of ranks that have ended divided among those that
+// are left.
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -305,7 +305,8 @@ void ShardedOptimizerCore::regroup(const Group& group, const Group& job,
     for (size_t number = 0; number < former.size(); ++number) state.modules[number]->keep_pieces(*former[number]);
     return;
   }
-  // Float32 copies come from the former ranges first, and then from what the program has written to the parameters since.
+  // Float32 copies come from the former ranges first, and then from what the program has written to the parameters
+  // since.
   for (const auto& module : state.modules) {
     for (const auto& target : module->targets(group.rank())) {
       if (target.rounded.defined()) held->copy_values(target);

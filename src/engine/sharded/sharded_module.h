@@ -94,7 +94,8 @@ class ShardedModule {
   // What this rank owns a second time, see hold_second(): not counted, and not published.
   std::vector<OwnedPiece>& second_pieces() { return second_.pieces; }
 
-  // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler, the last one if there are several.
+  // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler, the last one if there
+  // are several.
   std::function<double(double max_norm, double norm_type)> clip_without_scale{};
 
   // Clips gradients to which `norm` belongs: these sums, and the second copies of other ranks' sums.
@@ -118,9 +119,9 @@ class ShardedModule {
   void require_going_on() const;
   // Publishes this rank's updated shards, those that forward needs first at the beginning.
   void publish(const Label& label);
-  // In place of publish() where that must not communicate. Of pages it is the same. Parameters that are whole on this rank get its own
-  // shards alone, and using them is a UsageError until all ranks have called publish_now(), or end_outdated() where others' shards will
-  // be replaced anyway. take_early_use(): see OutdatedParameters.
+  // In place of publish() where that must not communicate. Of pages it is the same. Parameters that are whole on this
+  // rank get its own shards alone, and using them is a UsageError until all ranks have called publish_now(), or
+  // end_outdated() where others' shards will be replaced anyway. take_early_use(): see OutdatedParameters.
   void publish_later(const Label& label);
   void publish_now(const Label& label);
   void end_outdated() { second_.outdated.end(); }
@@ -143,8 +144,8 @@ class ShardedModule {
   // write them. The current values of all ranks, which must be equal, go to the owning ranks and their float32 copies.
   // Does nothing if nothing has changed. Throws UsageError with the parameter's name for a parameter of another dtype,
   // device or shape, and for one that was frozen and is trainable now; nothing has changed then. Throws DisagreeError
-  // if ranks have different values, UsageError for two parameters on the same memory. Collective if there is something to
-  // do, which must then be so on all ranks.
+  // if ranks have different values, UsageError for two parameters on the same memory. Collective if there is something
+  // to do, which must then be so on all ranks.
   void adopt_changes(const Label& label);
   // Throws what adopt_changes() would, and adopts nothing: a save or a read takes current() values, and the program may
   // put others back afterwards. Collective likewise. Parameters with other strides are adopted all the same, because
@@ -170,9 +171,11 @@ class ShardedModule {
   // Shards of all ranks, grouped by parameter; names begin with `prefix`.
   std::vector<StatePiece> state_pieces(const std::string& prefix) const;
 
-  // For elastic jobs, where parameters lie in memory that the ranks share. Moves the float32 copies there, once. Collective.
+  // For elastic jobs, where parameters lie in memory that the ranks share. Moves the float32 copies there, once.
+  // Collective.
   void share_copies();
-  // What the optimizer of a rank updates, without param groups: of this rank its pieces, of others after share_copies().
+  // What the optimizer of a rank updates, without param groups: of this rank its pieces, of others after
+  // share_copies().
   std::vector<UpdateTarget> targets(int rank) const;
   // Leaves later backwards to a module that replaces this one. Returns what there was of gradients, and drops them.
   const std::vector<Reducer::Remains>& retire();
@@ -183,11 +186,12 @@ class ShardedModule {
 
   // Whether parameters are pages.
   bool has_pages() const;
-  // For elastic jobs whose ranks share no memory. From now on this rank owns a second time what others own (second_owners()), and
-  // gets their sums. Values are the caller's to fill in. drop_second(): no longer.
+  // For elastic jobs whose ranks share no memory. From now on this rank owns a second time what others own
+  // (second_owners()), and gets their sums. Values are the caller's to fill in. drop_second(): no longer.
   void hold_second();
   void drop_second();
-  // Sums of second pieces are as their first owners have them. question: to which elements of the pieces are added. Collective.
+  // Sums of second pieces are as their first owners have them. question: to which elements of the pieces are added.
+  // Collective.
   void complete_second(SecondQuestion question);
 
  private:
@@ -233,8 +237,8 @@ class ShardedModule {
   bool changed_for_good();
   // None: nothing has changed.
   std::optional<Changes> agreed_changes();
-  // The float32 copies of parameters in another dtype, which may hold more than their own bits, take their values while they
-  // are there. Returns the other outdated ones, which follow once the changes are adopted.
+  // The float32 copies of parameters in another dtype, which may hold more than their own bits, take their values while
+  // they are there. Returns the other outdated ones, which follow once the changes are adopted.
   std::vector<OutdatedCopy> take_other_dtypes(const Changes& changes);
 
   Group shard_;

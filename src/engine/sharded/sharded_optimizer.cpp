@@ -150,8 +150,9 @@ void ShardedOptimizerBase::agree_on_changes() {
   state.agreement.met = state.agreement.met || loaded || !changed.empty();
 }
 
-// Runs the local optimizer's step. If it throws, this rank hands out nothing, and the others must not wait for that. An error
-// of shoal is a refusal that has changed nothing: a program that does the same on all ranks gets it on all, and may go on.
+// Runs the local optimizer's step. If it throws, this rank hands out nothing, and the others must not wait for that. An
+// error of shoal is a refusal that has changed nothing: a program that does the same on all ranks gets it on all, and
+// may go on.
 void ShardedOptimizerBase::State::step_local() {
   try {
     local->step();

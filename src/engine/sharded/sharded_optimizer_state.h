@@ -90,7 +90,8 @@ struct ShardedOptimizerBase::State {
   virtual std::string advice_on_groups() const = 0;
   virtual std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const = 0;
 
-  // In an elastic job: what all ranks have updated, and their state. A lone rank's, unlike others', is that at the first call.
+  // In an elastic job: what all ranks have updated, and their state. A lone rank's, unlike others', is that at the
+  // first call.
   const HeldState& held(const ParamGroups& groups);
   Label label(const std::string& what) const { return {steps, -1, what}; }
   template <class Act>
@@ -117,8 +118,8 @@ struct ShardedOptimizerBase::State {
   bool has_second() const { return second.has_value(); }
   // Whether they would, in an elastic job.
   virtual bool apart() const { return group.size() > 1 && !shared(); }
-  // From now on this rank owns a second time what others own (second_owners()): all of its part of the groups, whose values are the
-  // caller's to fill in. own_once(): no longer; returns what the optimizer updates for others.
+  // From now on this rank owns a second time what others own (second_owners()): all of its part of the groups, whose
+  // values are the caller's to fill in. own_once(): no longer; returns what the optimizer updates for others.
   virtual ParamGroups own_twice(const ParamGroups& groups) = 0;
   virtual std::vector<at::Tensor> own_once() = 0;
   // This rank's part of the groups, as they have been divided.
@@ -130,15 +131,17 @@ struct ShardedOptimizerBase::State {
   virtual ShardNames shard_names() const = 0;
   // What this rank owns has its values, which its parameters must have, too.
   virtual void take_filled() {}
-  // Whether the program has written parameters since the last update; adopt_alone() adopts that without the other ranks, whose programs
-  // have made the same changes.
+  // Whether the program has written parameters since the last update; adopt_alone() adopts that without the other
+  // ranks, whose programs have made the same changes.
   virtual bool is_written() const = 0;
   virtual void adopt_alone() = 0;
-  // What second owners have of gradients is as the first owners have it. DisagreeError if they have other values. Collective.
+  // What second owners have of gradients is as the first owners have it. DisagreeError if they have other values.
+  // Collective.
   virtual void complete_second() = 0;
   // Of the optimizer's state.
   void add_own_state(SecondQuestion& question) const;
-  // What an update has left for the other ranks comes to them. Collective. end_outdated(): nor will it, as their shards are replaced.
+  // What an update has left for the other ranks comes to them. Collective. end_outdated(): nor will it, as their shards
+  // are replaced.
   virtual void publish_second() = 0;
   virtual void end_outdated() = 0;
   // Gradients must not change any more, which require_sealed() checks: UsageError.

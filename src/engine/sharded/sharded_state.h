@@ -32,8 +32,8 @@ struct StatePiece {
   bool whole() const { return range.size() == parameter.numel(); }
 };
 
-// The whole state on `recipient` (none: on every rank), elsewhere empty. Moves one tensor at a time, or several small ones of
-// a parameter, so that no rank but the recipients holds more beside its own. Collective.
+// The whole state on `recipient` (none: on every rank), elsewhere empty. Moves one tensor at a time, or several small
+// ones of a parameter, so that no rank but the recipients holds more beside its own. Collective.
 OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& pieces,
                             const torch::optim::Optimizer& local, std::optional<int> recipient);
 

@@ -24,8 +24,8 @@ class BufferSync {
   void after_forward();
   // Waits for what after_forward() began. Collective.
   void complete();
-  // Call before a forward of an evaluation. The first one after a step broadcasts, so that the evaluation is of one model, the one
-  // that rank 0 saves. Collective then.
+  // Call before a forward of an evaluation. The first one after a step broadcasts, so that the evaluation is of one
+  // model, the one that rank 0 saves. Collective then.
   void before_evaluation(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
 
   // The next evaluation broadcasts. For ranks that have changed: some may have done so, and others not.

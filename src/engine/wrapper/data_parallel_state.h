@@ -24,7 +24,8 @@ struct DataParallelCore::State {
   KnownModule known{};
   ParameterWatch watch{};  // changes of parameters since they were wrapped or last checked
   std::shared_ptr<Reducer> reducer{};
-  // Set by strategies that can replace their reducer. frozen: parameters whose gradients it reduces, beside the trainable ones.
+  // Set by strategies that can replace their reducer. frozen: parameters whose gradients it reduces, beside the
+  // trainable ones.
   std::function<void(const std::shared_ptr<GradientConsumer>&, const std::vector<NamedTensor>& frozen)>
       remake_reducer{};
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
@@ -41,9 +42,9 @@ struct DataParallelCore::State {
   bool entered = false;                // the running or last forward has entered a step that other ranks wait for
   ParameterWatch after_micro_batch{};  // parameters as the last forward under no_sync has left them
 
-  // Parameters whose memory was replaced since the last check. Where a step begins with a backward under no_sync, ranks compare
-  // those from before its forwards: other ranks may have no such micro-batch. Its forwards may replace memory, and after the
-  // backward the program may change values by gradients of this rank, as sharpness-aware training does.
+  // Parameters whose memory was replaced since the last check. Where a step begins with a backward under no_sync, ranks
+  // compare those from before its forwards: other ranks may have no such micro-batch. Its forwards may replace memory,
+  // and after the backward the program may change values by gradients of this rank, as sharpness-aware training does.
   std::vector<ChangedValue> changed_values() const;
   void note_changed_before_micro_batch();
   void note_memory_after_micro_batch();
@@ -77,7 +78,8 @@ enum class Deferred { materialize, keep };
 
 // Lists the module's tensors, compares them over the group and, with `sync`, broadcasts rank 0's values. Parameters of
 // a DeferredInit scope are materialized, or with `keep` remain deferred. `name` is that of the wrapper, for errors.
-// Throws UsageError for nullptr, for a module without trainable parameters, and for parameters of other wrappers. Collective.
+// Throws UsageError for nullptr, for a module without trainable parameters, and for parameters of other wrappers.
+// Collective.
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                               const std::string& name, const std::vector<std::string>& ignored,
                                               bool sync, Deferred deferred = Deferred::materialize,

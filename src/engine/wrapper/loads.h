@@ -11,8 +11,8 @@
 
 namespace shoal {
 
-// Loads since the engine has last looked at the parameters. Those that together leave the values as they were do not count, such
-// as averages that are swapped in and out for an evaluation.
+// Loads since the engine has last looked at the parameters. Those that together leave the values as they were do not
+// count, such as averages that are swapped in and out for an evaluation.
 class Loads {
  public:
   // Before a load; without it, the load counts in any case.

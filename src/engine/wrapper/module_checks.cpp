@@ -27,7 +27,8 @@ Extent extent_of(const at::Tensor& tensor) {
   return {tensor.storage_offset(), last + 1};
 }
 
-// Whether two tensors on one storage have an element in common. Parts of one tensor may interleave, such as chunks of its columns.
+// Whether two tensors on one storage have an element in common. Parts of one tensor may interleave, such as chunks of
+// its columns.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto one = extent_of(a);
   const auto other = extent_of(b);

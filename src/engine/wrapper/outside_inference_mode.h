@@ -34,8 +34,8 @@ class WithoutModes {
 };
 
 // Takes this thread out of InferenceMode: tensors made in InferenceMode must not be written to outside of it, and the
-// engine's own tensors are written to in training. Grad mode stays off, as in InferenceMode. Modes of the program do not
-// see the engine's operators: selective activation checkpointing expects the same ones in each run of a part.
+// engine's own tensors are written to in training. Grad mode stays off, as in InferenceMode. Modes of the program do
+// not see the engine's operators: selective activation checkpointing expects the same ones in each run of a part.
 class OutsideInferenceMode {
  public:
   OutsideInferenceMode() {

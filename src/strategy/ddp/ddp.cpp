@@ -153,7 +153,8 @@ void DistributedDataParallelCore::regroup(const Group& group, int64_t step, bool
   auto& now = state();
   auto learnt = now.reducer->learnt_order();
   if (learnt) learnt->from = 0;
-  // A lone rank had nobody to compare changed parameters with, and those that it goes on with have its values, or it theirs.
+  // A lone rank had nobody to compare changed parameters with, and those that it goes on with have its values, or it
+  // theirs.
   if (moved || now.group.size() == 1) now.watch.note();
   now.group = group;
   now.entered = false;

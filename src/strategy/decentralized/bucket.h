@@ -8,13 +8,14 @@
 
 namespace shoal {
 
-// Gives the parameter a storage of its own, whose memory can move later, and returns a tensor on it: other tensors on this
-// storage, such as the parameter's data(), follow.
+// Gives the parameter a storage of its own, whose memory can move later, and returns a tensor on it: other tensors on
+// this storage, such as the parameter's data(), follow.
 at::Tensor home_of(const at::Tensor& parameter);
 
 class GossipBucket {
  public:
-  // homes: of the members, which lie there (see home_of) and whose memory moves to one flat buffer; none: each keeps its own memory.
+  // homes: of the members, which lie there (see home_of) and whose memory moves to one flat buffer; none: each keeps
+  // its own memory.
   explicit GossipBucket(std::vector<NamedParameter> members, std::vector<at::Tensor> homes = {});
 
   const std::vector<NamedParameter>& members() const { return members_; }
@@ -27,8 +28,9 @@ class GossipBucket {
 
   // UsageError if a member's dtype or number of elements has changed.
   void require_kinds() const;
-  // Moves members whose memory was replaced back to flat(), with their present values. None may be on another's memory. Where
-  // PyTorch has moved memory in place, for other processes (share_memory()), members keep to their own from then on.
+  // Moves members whose memory was replaced back to flat(), with their present values. None may be on another's memory.
+  // Where PyTorch has moved memory in place, for other processes (share_memory()), members keep to their own from then
+  // on.
   void adopt();
   // x <- own * x + others [numel()]. Overwrites `others`.
   void mix(double own, at::Tensor& others);

@@ -28,7 +28,8 @@ class CommonScale {
   // Call when this rank's step, shown as `version`, is over.
   void step(int64_t version, const KnownRanks& known);
   Recent recent() const { return {base_, {recent_.begin(), recent_.end()}}; }
-  // Call once the scaler has the state after these steps. If it has another one, they are of other options and do not count.
+  // Call once the scaler has the state after these steps. If it has another one, they are of other options and do not
+  // count.
   void resume(const Recent& recent);
 
  private:

@@ -16,8 +16,8 @@ class MicroBatches {
 
   // Such a backward has added to a gradient.
   void add(size_t gradient);
-  // Call at the end of such a backward, which may have given zeros that the program has not written. look: distinguish them;
-  // without, they count as dropped.
+  // Call at the end of such a backward, which may have given zeros that the program has not written. look: distinguish
+  // them; without, they count as dropped.
   void note_values(bool look);
   // Whether the program has since dropped or zeroed all that they have left; false if they have left nothing.
   bool dropped() const;

@@ -88,8 +88,8 @@ class Mixing {
   // weights are 1: values are stored divided by their weight. UsageError if ranks have left. Collective.
   void resume_from(int64_t version, std::vector<double> mass);
   // Push-sum's weights of the buffers, from those of a training that may have had other buffers (`same`: it had these).
-  // None if a buffer's parts had different weights on some rank: all ranks then begin with the weight 1, at the values that they
-  // have. Collective, with push-sum.
+  // None if a buffer's parts had different weights on some rank: all ranks then begin with the weight 1, at the values
+  // that they have. Collective, with push-sum.
   std::optional<std::vector<double>> weights_from(const std::vector<double>& stored, bool same) const;
   // This rank's copies of a buffer for the compressed exchange, by round of the topology; none: the exchange is plain.
   std::vector<at::Tensor> copies(size_t buffer) const;

@@ -128,8 +128,8 @@ std::vector<std::shared_ptr<ShardedModule>> FullyShardedSource::modules() const 
   return list;
 }
 
-// Frozen parameters are sharded, too, and so are those of wrappers inside, of which this rank may not have all in memory.
-// Ignored ones are whole on every rank, which may have its own values.
+// Frozen parameters are sharded, too, and so are those of wrappers inside, of which this rank may not have all in
+// memory. Ignored ones are whole on every rank, which may have its own values.
 void FullyShardedSource::add_others(CheckpointView& view) {
   const auto names = names_in(*parallel_.module());
   std::vector<NamedSlice> sharded;

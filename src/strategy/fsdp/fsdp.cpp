@@ -92,7 +92,8 @@ FullyShardedCore::~FullyShardedCore() {
   unregister_all(*this);
 }
 
-// In evaluation, ranks that share memory need no collective, unless values must be converted: they read the shared values.
+// In evaluation, ranks that share memory need no collective, unless values must be converted: they read the shared
+// values.
 void FullyShardedCore::adopt_changes(bool training) {
   auto& module = *shards_->module;
   if (training) module.require_kinds();

@@ -89,7 +89,8 @@ inline bool always_present(const Group& shard, const ModuleTensors& tensors) {
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 
 // Shards the parameters of `state` and creates its reducer. former: the frozen parameters, if they were sharded before
-// in an elastic job. filled: parameters can be read; otherwise shards have any values, which the caller replaces. Collective.
+// in an elastic job. filled: parameters can be read; otherwise shards have any values, which the caller replaces.
+// Collective.
 void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards,
                       const std::vector<FullyShardedCore::Shards::Frozen>& former = {}, bool filled = true);
 

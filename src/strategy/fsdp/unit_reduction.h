@@ -21,7 +21,8 @@ inline BucketCaps unit_caps(bool small) {
       .most_numel = max_transient_bucket_bytes / static_cast<int64_t>(sizeof(float)) / 4 * 5};  // a weight and its bias
 }
 
-// No bucket has gradients of two units; last unit first. Ranks of a shard group keep the sums. divided: by gradient, see ReductionPlan.
+// No bucket has gradients of two units; last unit first. Ranks of a shard group keep the sums. divided: by gradient,
+// see ReductionPlan.
 inline ReductionPlan plan_units(SumResult keeps, const ShardGroups& groups, const BucketCaps& caps,
                                 std::vector<int> divided) {
   auto plan = plan_in_groups(groups, keeps, caps);
@@ -30,7 +31,8 @@ inline ReductionPlan plan_units(SumResult keeps, const ShardGroups& groups, cons
   return plan;
 }
 
-// Reduce-scatter: every rank gets an equal range of a unit's sum, in memory of its own. units: index of the unit, by gradient.
+// Reduce-scatter: every rank gets an equal range of a unit's sum, in memory of its own. units: index of the unit, by
+// gradient.
 inline std::unique_ptr<GradientReduction> scatter_units(const ShardGroups& groups, const BucketCaps& caps,
                                                         const std::vector<int>& units) {
   auto plan = plan_units(SumResult::ranges, groups, caps, units);
@@ -38,7 +40,8 @@ inline std::unique_ptr<GradientReduction> scatter_units(const ShardGroups& group
   return std::make_unique<ScatterInGroups>(groups, std::move(plan));
 }
 
-// Reduce to owners: every gradient has one owner, for optimizers that need whole parameters. A bucket has one unit and one owner.
+// Reduce to owners: every gradient has one owner, for optimizers that need whole parameters. A bucket has one unit and
+// one owner.
 inline std::unique_ptr<GradientReduction> reduce_units_to_owners(const ShardGroups& groups, const BucketCaps& caps,
                                                                  const std::vector<int>& units,
                                                                  const std::vector<int>& owners) {

@@ -49,8 +49,8 @@ Written written_on_all(const Group& group, const std::vector<at::Tensor>& tensor
 
 }  // namespace
 
-// Values that were loaded, or that all ranks have, replace theta. Others are local training, as an update is: a clamp of the
-// weights, or averages that a program swaps in and out for an evaluation.
+// Values that were loaded, or that all ranks have, replace theta. Others are local training, as an update is: a clamp
+// of the weights, or averages that a program swaps in and out for an evaluation.
 void State::adopt_changes() {
   if (!watch.changed()) {
     restored = false;

@@ -13,12 +13,13 @@
 
 namespace shoal {
 
-// The groups of an optimizer over `group`. UsageError for options that hosts of different numbers of ranks do not support.
-// Collective.
+// The groups of an optimizer over `group`. UsageError for options that hosts of different numbers of ranks do not
+// support. Collective.
 ShardGroups groups_of(const Group& group, const DistributedOptimizerOptions& options);
 
-// Moves parameters, which are equal on all ranks, into buffers, unless they are gathered in their gradients'. `element_wise`:
-// equal ranges of each buffer, else whole parameters. prefix: of the parameters' names in a hook's state. Collective.
+// Moves parameters, which are equal on all ranks, into buffers, unless they are gathered in their gradients'.
+// `element_wise`: equal ranges of each buffer, else whole parameters. prefix: of the parameters' names in a hook's
+// state. Collective.
 std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const ShardGroups& groups,
                                           const DistributedOptimizerOptions& options, bool element_wise,
                                           const std::string& prefix);

@@ -1,7 +1,7 @@
 #pragma once
 // Order of the collectives of several chunks that share a group. On every rank chunks take turns, the last one first
-// and the first one last, and then anew: so collectives meet whatever chunks a rank runs, and in whatever order. A chunk
-// that a rank has not run by the time another one's turn must come contributes nothing to its turn.
+// and the first one last, and then anew: so collectives meet whatever chunks a rank runs, and in whatever order. A
+// chunk that a rank has not run by the time another one's turn must come contributes nothing to its turn.
 
 #include <memory>
 #include <vector>

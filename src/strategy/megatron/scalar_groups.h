@@ -18,7 +18,8 @@ void require_own_replica(const Group& data_parallel, const Group& model_parallel
 // Whether these scalars cover all ranks of `sharers`.
 bool cover(const std::vector<Group>& scalars, const Group& sharers);
 
-// Whether the ranks of `group` are the ones that count parameters which all of `sharers` hold: those of its lowest rank.
+// Whether the ranks of `group` are the ones that count parameters which all of `sharers` hold: those of its lowest
+// rank.
 bool counts(const Group& group, const Group& sharers);
 
 }  // namespace shoal

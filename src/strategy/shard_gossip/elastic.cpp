@@ -1,5 +1,5 @@
-// ShardGossipOptimizer in an elastic job. A step mixes what its hosts have shown after the step before, so that all of what
-// communicates comes before the commit; the guarded update mixes it in.
+// ShardGossipOptimizer in an elastic job. A step mixes what its hosts have shown after the step before, so that all of
+// what communicates comes before the commit; the guarded update mixes it in.
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -69,8 +69,8 @@ void ShardGossipOptimizerCore::gather() {
         gossip.mixed_in[values.unsafeGetTensorImpl()] = {.others = views[member], .own = own};
       }
     }
-    // Outside of an elastic job, a step goes on without the values of a rank that has ended. Here it starts over, once the ranks
-    // of that rank's host have taken over its shard.
+    // Outside of an elastic job, a step goes on without the values of a rank that has ended. Here it starts over, once
+    // the ranks of that rank's host have taken over its shard.
     if (!gossip.mixing->statistics().removed.empty()) {
       throw CommError("a rank of another host has ended, and has not shown what this step mixes in");
     }
@@ -83,14 +83,15 @@ void ShardGossipOptimizerCore::show_update() {
   gossip_->show();
 }
 
-// Hosts that are left may have different numbers of ranks. As many of each own shards as the smallest has, equal ones on all
-// hosts. All hosts are after the same step, and show its values anew.
+// Hosts that are left may have different numbers of ranks. As many of each own shards as the smallest has, equal ones
+// on all hosts. All hosts are after the same step, and show its values anew.
 void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& job, int64_t step) {
   const auto ranks = ranks_by_host(hosts_of(job));
   const auto place = hybrid_ranks(ranks, job.rank());
   const auto inside = job.subgroup(place.inside);
   auto& gossip = *gossip_;
-  // The ranks may have changed while parameters held the hosts' mean, or while only some ranks had kept their own values.
+  // The ranks may have changed while parameters held the hosts' mean, or while only some ranks had kept their own
+  // values.
   if (gossip.kept) gossip.kept->put_all_back();
   inside.barrier().wait();
   gossip.kept.reset();

@@ -45,8 +45,8 @@ const Group& ShardGossipOptimizerCore::remaining() {
   return gossip_->mixing->remaining();
 }
 
-// World ranks. Each rank of a host knows those at its own place on the other hosts, but for an elastic job whose hosts have
-// become unequal.
+// World ranks. Each rank of a host knows those at its own place on the other hosts, but for an elastic job whose hosts
+// have become unequal.
 std::vector<std::vector<int>> ShardGossipOptimizerCore::ranks_of_hosts() const {
   if (!gossip_->ranks.empty()) return gossip_->ranks;
   const auto& across = gossip_->across;

@@ -8,8 +8,8 @@
 
 namespace shoal {
 
-// owners: ranks that keep sums, of each host if hosts have all of them. A lone rank keeps everything: its gradients are not
-// grouped. small: ranks share memory and no hook sums the buckets.
+// owners: ranks that keep sums, of each host if hosts have all of them. A lone rank keeps everything: its gradients are
+// not grouped. small: ranks share memory and no hook sums the buckets.
 inline BucketCaps sharded_bucket_caps(const std::vector<Gradient>& gradients, const ShardedDataParallelOptions& options,
                                       int owners, bool lone, bool small) {
   int64_t numel = 0;

@@ -40,8 +40,8 @@ void OSSCore::State::require_wrapper() const {
       "the wrapper as long as the optimizer (model = ShardedDataParallel(...))");
 }
 
-// A parameter in no wrapped module, such as a learned temperature in the loss, has this rank's own gradient, unless the program
-// averages it. Where no parameter is in one, the program, or another library's wrapper, averages all of them.
+// A parameter in no wrapped module, such as a learned temperature in the loss, has this rank's own gradient, unless the
+// program averages it. Where no parameter is in one, the program, or another library's wrapper, averages all of them.
 void OSSCore::State::agree_on_gradients() const {
   const auto& all = everybody ? *everybody : group;
   if (all.size() == 1) return;

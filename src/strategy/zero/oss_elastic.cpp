@@ -39,7 +39,8 @@ void OSSCore::State::divide_anew() {
 
 namespace {
 
-// Whether the group is for the ranks of this host, of those of `job`. UsageError for hosts of different numbers of ranks, unless so many `owners` of each host own the parameters.
+// Whether the group is for the ranks of this host, of those of `job`. UsageError for hosts of different numbers of
+// ranks, unless so many `owners` of each host own the parameters.
 bool is_that_of_this_host(const Group& group, const Group& job, std::optional<int> owners) {
   if (group.name() == job.name()) return is_by_host(group);  // there is one host, so far
   const auto groups = ranks_by_host(hosts_of(job));

@@ -86,7 +86,8 @@ at::Tensor OSSCore::State::gradient_of(size_t place, int owner) const {
   return has_stand_in(place, owner) ? twice.gradients->of(parameter) : parameter.grad();
 }
 
-// A program may change gradients, or one owner's alone: a digest of all elements tells whether both owners have the same.
+// A program may change gradients, or one owner's alone: a digest of all elements tells whether both owners have the
+// same.
 void OSSCore::State::complete_second() {
   SecondQuestion question{.gradients = std::map<int, uint64_t>(), .options = commit.options, .updates = steps};
   add_own_state(question);
@@ -155,7 +156,8 @@ void OSSCore::State::begin_outdated() {
   twice.outdated.begin(outdated);
 }
 
-// Also of ranks that have left this update out, which the next commit says: so the number of updates is not in the labels.
+// Also of ranks that have left this update out, which the next commit says: so the number of updates is not in the
+// labels.
 void OSSCore::State::publish_second() {
   if (!second) return;
   const torch::NoGradGuard no_grad;
@@ -167,7 +169,8 @@ void OSSCore::State::publish_second() {
     throw;
   }
   twice.changed = changed_buffers(/*updated=*/false);
-  // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they were sent.
+  // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they
+  // were sent.
   meet_without_early_use(group, twice.outdated.take_early_use(), {-1, -1, "whether all have the updated parameters"});
 }
 

@@ -111,9 +111,9 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   void hand_out(const Label& label, const std::vector<int>& changed = {});
   // Of an update. Whether a buffer of what is frozen has changed, ranks ask each other. Collective.
   void hand_out_update(std::vector<int> changed, const Label& label);
-  // Where a wrapper over `all` has this optimizer by host, and so many ranks of each host, fewer than some hosts have if not
-  // `equal`, own parameters. UsageError for options that hosts do not share; DisagreeError if hosts differ in others. Collective
-  // over `all`.
+  // Where a wrapper over `all` has this optimizer by host, and so many ranks of each host, fewer than some hosts have
+  // if not `equal`, own parameters. UsageError for options that hosts do not share; DisagreeError if hosts differ in
+  // others. Collective over `all`.
   void replicate(const Group& all, int ranks, bool equal, OSSCore& optimizer);
   // Whether parameters were written or replaced here since the last step, other than by the optimizers.
   bool has_new_values() const;
@@ -123,7 +123,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   bool lacks_owner(const at::Tensor& parameter) const;
   // Whether one of them does.
   bool lacks_trainable(const ParamGroups& groups) const;
-  // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake, or must stay.
+  // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake, or must
+  // stay.
   bool is_balanced() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const override;
   // Owners and buffers of the group. Collective.

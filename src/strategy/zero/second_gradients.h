@@ -12,8 +12,8 @@ namespace shoal {
 
 class SecondCopies;
 
-// Owners send their sum of a bucket in backward, as soon as it is reduced, which is the second owner's gradient as long as nobody
-// changes it. grad() is a tensor without memory there.
+// Owners send their sum of a bucket in backward, as soon as it is reduced, which is the second owner's gradient as long
+// as nobody changes it. grad() is a tensor without memory there.
 class SecondGradients {
  public:
   // reducer: that of the wrapper, whose gradients are dense. Sums are sent until this object ends.
@@ -25,8 +25,8 @@ class SecondGradients {
   bool has(const at::Tensor& parameter) const { return reduced_.contains(parameter.unsafeGetTensorImpl()); }
   // After the last reduction; undefined: there is none. parameter: one that this rank owns a second time, and has().
   at::Tensor of(const at::Tensor& parameter);
-  // They are as the owners have them in grad() at present. owners: by parameter, its first owner; second: by rank, the second owner of
-  // what it owns. Collective.
+  // They are as the owners have them in grad() at present. owners: by parameter, its first owner; second: by rank, the
+  // second owner of what it owns. Collective.
   void send_again(const std::vector<at::Tensor>& parameters, const std::vector<int>& owners,
                   const std::vector<int>& second);
   // What there is of each gradient of the wrapper, in grad() or behind the tensor without memory.

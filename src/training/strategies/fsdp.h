@@ -50,8 +50,8 @@ std::optional<WrapPolicy> units_of(const TrainingParts& parts);
 // Param groups of the recipe; nothing: the optimizer takes all trainable parameters.
 OptimizerRecipe::ParamGroups groups_of_units(const TrainingParts& parts);
 FullyShardedOptimizerOptions sharded_optimizer_options(const TrainingParts& parts);
-// reduce_dtype by the option grad_reduce_in_fp32, which concerns gradients of 16 bits. StrategyOptionError if others have
-// 64 bits.
+// reduce_dtype by the option grad_reduce_in_fp32, which concerns gradients of 16 bits. StrategyOptionError if others
+// have 64 bits.
 std::optional<at::ScalarType> reduce_dtype_of(const TrainingParts& parts);
 std::vector<StrategyOption> fsdp_option_list();
 

@@ -8,8 +8,8 @@ namespace shoal {
 ReplicatedTraining::ReplicatedTraining(const TrainingParts& parts)
     : ScaledTraining(parts), optimizer_(parts.recipe.make(groups_of(parts))) {}
 
-// Of what the optimizer updates, which is the same on all ranks; a module may have more, which TrainingOptions::ignored leaves to
-// the program. Each once, though the recipe's groups may list a tied parameter under each of its names.
+// Of what the optimizer updates, which is the same on all ranks; a module may have more, which TrainingOptions::ignored
+// leaves to the program. Each once, though the recipe's groups may list a tied parameter under each of its names.
 std::vector<at::Tensor> ReplicatedTraining::gradients() const {
   std::vector<at::Tensor> parameters;
   for (const auto& group : optimizer_->param_groups()) {

@@ -100,8 +100,8 @@ INSTANTIATE_TEST_SUITE_P(All, ElasticEpochs,
                          testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "diloco"),
                          [](const auto& info) { return info.param; });
 
-// The batches of reference data depend on step and rank alone, so a job that is stopped there and resumes with two ranks
-// does the same.
+// The batches of reference data depend on step and rank alone, so a job that is stopped there and resumes with two
+// ranks does the same.
 TEST_P(ElasticEnds, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_resumes_with_fewer_ranks) {
   const std::string strategy = GetParam();
   const bool first = strategy == "ddp" || strategy == "zero2" || strategy == "fsdp";  // rank 0 is killed

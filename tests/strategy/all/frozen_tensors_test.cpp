@@ -1,5 +1,5 @@
-// Parameters that are frozen or unfrozen after their module was wrapped: training continues as in one process that does the
-// same, or is refused.
+// Parameters that are frozen or unfrozen after their module was wrapped: training continues as in one process that does
+// the same, or is refused.
 
 #include <gmock/gmock.h>
 

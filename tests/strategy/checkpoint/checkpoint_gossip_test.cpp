@@ -1,4 +1,5 @@
-// Checkpoints of DecentralizedDataParallel: what ranks have told each other, and what the topology and the buckets have to do with it.
+// Checkpoints of DecentralizedDataParallel: what ranks have told each other, and what the topology and the buckets have
+// to do with it.
 
 #include <gmock/gmock.h>
 #include <torch/optim/schedulers/step_lr.h>

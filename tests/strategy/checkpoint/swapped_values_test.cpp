@@ -1,5 +1,5 @@
-// Programs that put other values (averages, say) in place of the parameters for a while: saves and reads show these, and
-// the training's own come back as they were.
+// Programs that put other values (averages, say) in place of the parameters for a while: saves and reads show these,
+// and the training's own come back as they were.
 
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>

@@ -232,7 +232,8 @@ TEST_P(Faults, BEY10_micro_batches_after_a_step_that_failed_are_a_step_of_their_
       } catch (const std::runtime_error& error) {
         EXPECT_EQ(step, 1) << error.what();
         trainer.model->fail.reset();
-        // DistributedOptimizer sees no forward; and an exception under no_sync may be of a micro-batch that is left out.
+        // DistributedOptimizer sees no forward; and an exception under no_sync may be of a micro-batch that is left
+        // out.
         if (fails && (GetParam().starts_with("megatron") || broken == 0)) trainer.training.abandon_step();
       }
     }
@@ -336,8 +337,9 @@ TEST_P(Faults, BEY10_all_ranks_may_call_abandon_step_in_one_handler) {
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 3, 4, 5})), 1e-12);
 }
 
-// A step leaves sums, the next one fails, and zero_grad() follows, in either form. Where the failing rank says so first, which OSS
-// needs before its step(), the loop goes on to step(): with zeros, momentum moves the parameters, on all ranks alike.
+// A step leaves sums, the next one fails, and zero_grad() follows, in either form. Where the failing rank says so
+// first, which OSS needs before its step(), the loop goes on to step(): with zeros, momentum moves the parameters, on
+// all ranks alike.
 void zero_after_a_failure(const std::string& strategy, Point point, const std::vector<int>& faulty, bool says_so,
                           bool to_none) {
   SCOPED_TRACE(

@@ -136,7 +136,8 @@ Group of_all() {
   return group().subgroup(ranks);
 }
 
-// As by ReduceLROnPlateauScheduler with each rank's own loss. Each rank would update its part of the model in its own way.
+// As by ReduceLROnPlateauScheduler with each rank's own loss. Each rank would update its part of the model in its own
+// way.
 TEST_F(Mismatch, BEY09_names_options_of_sharded_optimizers_that_were_changed_in_different_ways) {
   using torch::optim::SGDOptions;
   struct Change {

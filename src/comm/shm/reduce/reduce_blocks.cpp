@@ -139,8 +139,8 @@ bool is_finite(Wide value) {
   return value - value == 0;
 }
 
-// Means from the sums. They lie between the least and the greatest value, so that the mean of equal ones is exact; a sum may be
-// beyond the range where they are not (masks of the lowest number).
+// Means from the sums. They lie between the least and the greatest value, so that the mean of equal ones is exact; a
+// sum may be beyond the range where they are not (masks of the lowest number).
 template <class T, class Wide>
 void divide(const Task& task, int64_t begin, int64_t count, Wide* value, Wide* sum) {
   const auto divisor = static_cast<Wide>(task.source_count);

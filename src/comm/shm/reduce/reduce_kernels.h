@@ -21,9 +21,9 @@ struct Reduction {
 };
 
 // 16-bit floating-point numbers are reduced in float32 and rounded once (to nearest even). avg divides the sum by the
-// number of sources; the mean of equal values is exact, also where their sum is beyond the range. bool: sum, max and bor
-// are "or"; product, min and band are "and"; bxor is "differs". Uses libtorch's intra-op threads. UsageError if the dtype
-// does not have the operation (avg on integers, band on floats).
+// number of sources; the mean of equal values is exact, also where their sum is beyond the range. bool: sum, max and
+// bor are "or"; product, min and band are "and"; bxor is "differs". Uses libtorch's intra-op threads. UsageError if the
+// dtype does not have the operation (avg on integers, band on floats).
 void reduce(const Reduction& reduction);
 
 // The same for tensors of one shape and dtype: result <- the reduction of `inputs` in their order. `result` may be one
