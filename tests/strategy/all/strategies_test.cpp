@@ -101,17 +101,25 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 const auto adamw = torch::optim::AdamWOptions(1e-3).weight_decay(0.1);
 const auto sgd = torch::optim::SGDOptions(0.01).momentum(0.9);
 
+// Each case with both optimizers on two ranks, and with one of them at other sizes and over sockets.
 TEST_P(Strategies, BEY18_every_bit_equals_ddp_after_20_steps) {
+  const bool both = group().size() == 2 && group().transport() == "host";
+  int number = group().size();
   for (const double clip : {0.0, 0.5}) {
     for (const auto* name : {"mlp", "cnn", "gpt"}) {
       for (const int micros : {1, 3}) {
         if (clip > 0 && micros > 1) continue;  // what is clipped is the same
         SCOPED_TRACE(std::string(name) + ", micro-batches " + std::to_string(micros) + ", clip " +
                      std::to_string(clip));
-        expect_equal(train<FusedAdamW>(GetParam(), name, adamw, micros, clip),
-                     reference<FusedAdamW>(GetParam(), name, adamw, micros, clip));
-        expect_equal(train<torch::optim::SGD>(GetParam(), name, sgd, micros, clip),
-                     reference<torch::optim::SGD>(GetParam(), name, sgd, micros, clip));
+        const bool adaptive = ++number % 2 == 0;
+        if (both || adaptive) {
+          expect_equal(train<FusedAdamW>(GetParam(), name, adamw, micros, clip),
+                       reference<FusedAdamW>(GetParam(), name, adamw, micros, clip));
+        }
+        if (both || !adaptive) {
+          expect_equal(train<torch::optim::SGD>(GetParam(), name, sgd, micros, clip),
+                       reference<torch::optim::SGD>(GetParam(), name, sgd, micros, clip));
+        }
       }
     }
   }

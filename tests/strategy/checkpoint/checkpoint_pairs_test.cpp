@@ -11,6 +11,7 @@ const Group& group() {
 
 class Pairs : public testing::TestWithParam<std::string> {};
 
+// Each pair of strategies at half of the pairs of sizes, which other strategies complete.
 TEST_P(Pairs, BEY05_any_strategy_at_any_number_of_ranks_takes_it) {
   const test::SharedFolder folder;
   const auto run_of = [&](int ranks) { return folder / ("ranks-" + std::to_string(ranks)); };
@@ -25,10 +26,13 @@ TEST_P(Pairs, BEY05_any_strategy_at_any_number_of_ranks_takes_it) {
     }
     group().barrier().wait();
   }
+  int number = 0;
   for (const auto& strategy : test::all_strategies()) {
+    ++number;
     for (int to = 1; to <= group().size(); ++to) {
       const auto ranks = test::first_ranks(to);
       for (int from = 1; ranks && from <= group().size(); ++from) {
+        if ((number + from + to) % 2 != 0) continue;
         SCOPED_TRACE(GetParam() + " at " + std::to_string(from) + " -> " + strategy + " at " + std::to_string(to));
         const auto running = test::start(strategy, *ranks, 7);
         const auto loaded = load(run_of(from), *running->state);

@@ -36,7 +36,7 @@ TEST(Decentralized, DEC05_DEC01_every_topology_equals_a_dense_simulation_in_both
       DecentralizedDataParallel parallel(
           model, optimizer_recipe<torch::optim::SGD>(sgd), group(),
           Options{.topology = topology, .bucket_cap_mb = 0.001, .param_as_bucket_view = views});
-      for (int64_t step = 0; step < 20; ++step) {
+      for (int64_t step = 0; step < 10; ++step) {
         for (const auto& parameter : model->parameters()) at::Tensor(parameter).mutable_grad().reset();
         mean_loss(parallel.forward(batch(group().rank(), step))).backward();
         simulation.step([&](test::MlpImpl& of, int rank) { return mean_loss(of.forward(batch(rank, step))); });
