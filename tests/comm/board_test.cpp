@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-bool is_whole(const Notice::Words& words) {
+bool is_whole(const shm::Notice::Words& words) {
   return std::all_of(words.begin(), words.end(), [&](uint64_t word) { return word == words[0]; });
 }
 
@@ -40,14 +40,14 @@ void end(pid_t child) {
 }
 
 TEST(Board, ELA01_a_notice_is_read_whole_while_it_is_written_and_after_its_writer_was_killed) {
-  auto* memory = mmap(nullptr, sizeof(Notice), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  auto* memory = mmap(nullptr, sizeof(shm::Notice), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(memory, MAP_FAILED);
-  auto* notice = static_cast<Notice*>(memory);
+  auto* notice = static_cast<shm::Notice*>(memory);
   uint64_t last = 0;
   for (int trial = 0; trial < 100; ++trial) {
     const pid_t writer = start([&] {
       for (uint64_t number = last + 1;; ++number) {
-        Notice::Words words;
+        shm::Notice::Words words;
         words.fill(number);
         notice->write(words);
       }
@@ -65,7 +65,7 @@ TEST(Board, ELA01_a_notice_is_read_whole_while_it_is_written_and_after_its_write
     last = words[0];
   }
   EXPECT_GT(last, 1000U);
-  munmap(memory, sizeof(Notice));
+  munmap(memory, sizeof(shm::Notice));
 }
 
 TEST(Board, ELA01_the_end_of_a_process_is_noticed_at_once) {

@@ -23,7 +23,7 @@ class BusyCores {
     const std::string text{std::istreambuf_iterator<char>(file), {}};
     cpu_set_t set;
     CPU_ZERO(&set);
-    return runnable_threads(text).value_or(0) > 0 && sched_getaffinity(0, sizeof set, &set) == 0 &&
+    return shm::runnable_threads(text).value_or(0) > 0 && sched_getaffinity(0, sizeof set, &set) == 0 &&
            CPU_COUNT(&set) >= sysconf(_SC_NPROCESSORS_ONLN);
   }
 

@@ -353,7 +353,7 @@ TEST(Host, waits_do_not_poll_while_other_programs_want_the_cores) {
   int fewest = std::numeric_limits<int>::max();
   while (fewest > 4 && std::chrono::steady_clock::now() < end) {
     int polls = 0;
-    wait_until(memory, /*may_spin=*/true, std::chrono::milliseconds(5), [&] {
+    shm::wait_until(memory, /*may_spin=*/true, std::chrono::milliseconds(5), [&] {
       ++polls;
       return false;
     });

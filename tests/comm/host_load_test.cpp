@@ -9,8 +9,8 @@
 namespace {
 
 using namespace std::chrono_literals;
-using shoal::HostLoad;
-using shoal::runnable_threads;
+using shoal::shm::HostLoad;
+using shoal::shm::runnable_threads;
 namespace test = shoal::test;
 
 TEST(HostLoad, the_number_of_threads_that_want_to_run_is_the_fourth_field) {

@@ -106,10 +106,10 @@ TEST(JoinBoard, ELA06_an_address_that_leads_elsewhere_is_refused) {
   EXPECT_THROW(JoinBoard("1 2"), UsageError);
   EXPECT_THROW(JoinBoard("-5 2 3 job"), UsageError);
   EXPECT_THROW(JoinBoard("999999999 2 3 job"), std::runtime_error);
-  const auto file = MemoryFile::create(4096);  // too small, and without a board
+  const auto file = shm::MemoryFile::create(4096);  // too small, and without a board
   EXPECT_THROW(JoinBoard(std::to_string(getpid()) + " " + std::to_string(file.descriptor()) + " 0 job"),
                std::runtime_error);
-  const auto empty = MemoryFile::create(4 << 20);
+  const auto empty = shm::MemoryFile::create(4 << 20);
   EXPECT_THROW(JoinBoard(std::to_string(getpid()) + " " + std::to_string(empty.descriptor()) + " 0 job"),
                std::runtime_error);
 }

@@ -7,7 +7,7 @@
 namespace {
 
 using namespace std::chrono_literals;
-using shoal::SpinLimit;
+using shoal::shm::SpinLimit;
 
 TEST(SpinLimit, short_waits_are_polled_to_their_end_and_long_ones_give_the_core_up) {
   SpinLimit limit;

@@ -59,8 +59,8 @@ std::string fashion_mnist() {
 // Tries what every rank does when it meets its peers: allocates memory and opens it as a peer would.
 std::string host_transport() {
   try {
-    const HostMemory memory;
-    const PeerMemory seen(memory.address());
+    const shm::HostMemory memory;
+    const shm::PeerMemory seen(memory.address());
     return "yes";
   } catch (const std::exception& error) {
     return fmt::format("no: {}", error.what());

@@ -308,7 +308,7 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
   options.check_strategy(ranks, placement.source == "alone" ? std::optional(1) : std::nullopt);
   const auto data = data_files(options);
   require_open_files(ranks);
-  if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(arena_bytes);
+  if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(shm::arena_bytes);
   require_writable_folder("--trace", options.trace);
   require_writable_folder("--flight-recorder", options.flight_recorder);
   if (placement.rank != 0) return;

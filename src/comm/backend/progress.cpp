@@ -28,7 +28,7 @@ constexpr auto without_bell = std::chrono::milliseconds(2);
 }  // namespace
 
 struct Progress::State : std::enable_shared_from_this<Progress::State> {
-  explicit State(std::shared_ptr<HostMemory> of_process) : memory(std::move(of_process)) {}
+  explicit State(std::shared_ptr<shm::HostMemory> of_process) : memory(std::move(of_process)) {}
 
   // Flights that are not over.
   struct Left {
@@ -46,7 +46,7 @@ struct Progress::State : std::enable_shared_from_this<Progress::State> {
   std::optional<Left> round();
   void sleep(const Left& left, uint32_t bell);
 
-  const std::shared_ptr<HostMemory> memory;
+  const std::shared_ptr<shm::HostMemory> memory;
   const int pid = getpid();
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
@@ -64,7 +64,7 @@ struct Progress::State : std::enable_shared_from_this<Progress::State> {
   SteadyClock::time_point next_check{};  // of the leader alone
 };
 
-Progress::Progress(std::shared_ptr<HostMemory> memory) : state_(std::make_shared<State>(std::move(memory))) {}
+Progress::Progress(std::shared_ptr<shm::HostMemory> memory) : state_(std::make_shared<State>(std::move(memory))) {}
 
 Progress::~Progress() {
   if (getpid() != state_->pid) {  // the thread is the parent's, and may have held the lock at the fork

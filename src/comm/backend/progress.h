@@ -17,7 +17,7 @@ namespace shoal {
 class Progress {
  public:
   // memory: of this process, or nullptr.
-  explicit Progress(std::shared_ptr<HostMemory> memory);
+  explicit Progress(std::shared_ptr<shm::HostMemory> memory);
   // Ends the thread. Flights in flight stay so.
   ~Progress();
   Progress(const Progress&) = delete;

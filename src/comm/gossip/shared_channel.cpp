@@ -25,13 +25,13 @@ constexpr int64_t being_written = -1;
 // Block in a rank's own memory: [header | for each buffer: versions, then each reader's progress | data].
 class SharedBlock {
  public:
-  struct alignas(cache_line) Header {
+  struct alignas(shm::cache_line) Header {
     std::atomic<uint32_t> users;   // number of ranks that may read this block
     std::atomic<uint32_t> left;    // the rank left on its own
     std::atomic<uint32_t> reason;  // see GossipChannel::stop
     std::atomic<int64_t> stopped;  // last version shown before the stop, + 1; 0: not stopped
   };
-  struct alignas(cache_line) Slot {
+  struct alignas(shm::cache_line) Slot {
     std::atomic<int64_t> version;  // 0: none yet
   };
 
@@ -62,7 +62,7 @@ class SharedBlock {
   static constexpr size_t page = 4096;
   size_t bytes_of_state() const {
     const auto readers = static_cast<size_t>(ranks_) * sizeof(std::atomic<int64_t>);
-    return slots * sizeof(Slot) + (readers + cache_line - 1) / cache_line * cache_line;
+    return slots * sizeof(Slot) + (readers + shm::cache_line - 1) / shm::cache_line * shm::cache_line;
   }
 
   int ranks_;
@@ -72,8 +72,8 @@ class SharedBlock {
 };
 
 // Inverse of SharedChannel::address.
-SharedPlace place_of_memory(const std::string& address) {
-  SharedPlace place;
+shm::Place place_of_memory(const std::string& address) {
+  shm::Place place;
   std::istringstream in(address.substr(std::string(shared_memory).size()));
   in >> place.arena >> place.offset;
   return place;
@@ -86,7 +86,7 @@ CommError unreachable(const GroupState& group, int rank, const std::exception& e
 class SharedChannel : public GossipChannel {
  public:
   SharedChannel(std::shared_ptr<GroupState> group, std::vector<GossipBuffer> buffers, SharedBlock layout,
-                std::vector<std::byte*> bases, std::vector<std::shared_ptr<PeerMemory>> peers)
+                std::vector<std::byte*> bases, std::vector<std::shared_ptr<shm::PeerMemory>> peers)
       : group_(std::move(group)),
         buffers_(std::move(buffers)),
         layout_(std::move(layout)),
@@ -99,7 +99,7 @@ class SharedChannel : public GossipChannel {
         last_read_(buffers_.size(), std::vector<int64_t>(bases_.size(), 0)),
         readers_(buffers_.size()),
         newest_(buffers_.size(), slots - 1) {
-    may_spin_ = cores_suffice(group_->world->local_size);
+    may_spin_ = shm::cores_suffice(group_->world->local_size);
     for (size_t rank = 0; rank < bases_.size(); ++rank) ended_[rank] = bases_[rank] == nullptr;
   }
 
@@ -205,7 +205,7 @@ class SharedChannel : public GossipChannel {
   }
 
   // Maps the block of a rank that has none here. std::runtime_error if its memory cannot be opened.
-  void map(int rank, const SharedPlace& place) {
+  void map(int rank, const shm::Place& place) {
     bases_[rank] = peers_[rank]->at(place);
     ended_[rank] = false;
   }
@@ -277,16 +277,16 @@ class SharedChannel : public GossipChannel {
       const auto left = deadline - SteadyClock::now();
       if (left <= left.zero()) return;
       const auto slice = std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds(100));
-      wait_until(*group_->world->memory, may_spin_, slice,
-                 [&] { return finished() || SharedBlock::header(bases_[on]).left.load() != 0 || stops(on); });
+      shm::wait_until(*group_->world->memory, may_spin_, slice,
+                      [&] { return finished() || SharedBlock::header(bases_[on]).left.load() != 0 || stops(on); });
     }
   }
 
   std::shared_ptr<GroupState> group_;
   const std::vector<GossipBuffer> buffers_;
   const SharedBlock layout_;
-  std::vector<std::byte*> bases_;                   // by rank: its block as mapped here; nullptr: the rank has ended
-  std::vector<std::shared_ptr<PeerMemory>> peers_;  // nullptr for this rank
+  std::vector<std::byte*> bases_;  // by rank: its block as mapped here; nullptr: the rank has ended
+  std::vector<std::shared_ptr<shm::PeerMemory>> peers_;  // nullptr for this rank
   bool may_spin_ = false;
   int64_t begun_ = -1;  // stops up to this version have ended
   std::vector<bool> ended_;
@@ -320,7 +320,7 @@ std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group,
   std::unique_ptr<SharedChannel> channel;  // frees the block if not all ranks get as far as this one
   try {
     if (!world.memory) throw std::runtime_error("this system gave no shared memory");
-    std::vector<std::shared_ptr<PeerMemory>> peers(group.size());
+    std::vector<std::shared_ptr<shm::PeerMemory>> peers(group.size());
     std::vector<std::byte*> bases(group.size());
     for (int rank = 0; rank < group.size(); ++rank) {
       if (rank != group.rank()) peers[rank] = world.memory->peer(world.meeting.peers[state->world_ranks[rank]].page);
@@ -357,7 +357,7 @@ std::unique_ptr<GossipChannel> join_shared_gossip_channel(const Group& group, co
   const auto& state = state_of(group);
   const auto& world = *state->world;
   SharedBlock layout(buffers, group.size());
-  std::vector<std::shared_ptr<PeerMemory>> peers(group.size());
+  std::vector<std::shared_ptr<shm::PeerMemory>> peers(group.size());
   std::vector<std::byte*> bases(group.size());
   uint32_t users = 1;
   for (int rank = 0; rank < group.size(); ++rank) {

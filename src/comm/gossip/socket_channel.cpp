@@ -255,8 +255,8 @@ class SocketChannel : public GossipChannel {
 
   const std::string group_;
   const std::shared_ptr<Timeline> timeline_;
-  const std::shared_ptr<HostMemory> memory_;  // knows of ranks that have ended
-  std::mutex mutex_;                          // guards what follows
+  const std::shared_ptr<shm::HostMemory> memory_;  // knows of ranks that have ended
+  std::mutex mutex_;                               // guards what follows
   std::condition_variable changed_;
   ValuesPool values_;
   GossipPeers peers_;

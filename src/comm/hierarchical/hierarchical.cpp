@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "comm/hierarchical/hierarchical_plan.h"
-#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/reduce/reduce_kernels.h"
 #include "comm/transport/empty_call.h"
 #include "comm/transport/time_between_looks.h"
 #include "shoal/error.h"
@@ -47,7 +47,7 @@ class ChainWork : public TransportWork {
   std::shared_ptr<Chain> chain_;
 };
 
-class Hierarchical : public Transport, public Pollable, public std::enable_shared_from_this<Hierarchical> {
+class Hierarchical : public Transport, public shm::Pollable, public std::enable_shared_from_this<Hierarchical> {
  public:
   explicit Hierarchical(HierarchicalParts parts) : parts_(std::move(parts)) { parts_.memory->attach(*this); }
   ~Hierarchical() override {

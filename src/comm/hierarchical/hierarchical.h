@@ -16,7 +16,7 @@ struct HierarchicalParts {
   std::shared_ptr<Transport> down;    // the same ranks, for stages after it
   std::shared_ptr<Transport> across;  // ranks at this rank's place on every host, by host
   std::shared_ptr<Transport> flat;    // all ranks, for operations whose data differ for every pair of ranks
-  std::shared_ptr<HostMemory> memory;
+  std::shared_ptr<shm::HostMemory> memory;
 };
 
 // S bytes on H hosts with L ranks each; what every host sends is the minimum:

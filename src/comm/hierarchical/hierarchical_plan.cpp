@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/reduce/reduce_kernels.h"
 
 namespace shoal {
 namespace {

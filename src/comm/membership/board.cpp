@@ -9,7 +9,7 @@
 #include "shoal/error.h"
 
 namespace shoal {
-Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members,
+Board::Board(std::shared_ptr<shm::HostMemory> memory, int self, const std::vector<Peer>& members,
              std::optional<StoreBoardOptions> between_hosts)
     : memory_(std::move(memory)), self_(self), members_(members), pages_(members.size()) {
   if (members.size() > most_members) {
@@ -31,7 +31,7 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
                                             [memory = memory_] { memory->wake(); });
 }
 
-Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former,
+Board::Board(std::shared_ptr<shm::HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former,
              std::optional<StoreBoardOptions> between_hosts)
     : memory_(std::move(memory)), self_(self), members_(members), pages_(members.size()) {
   for (size_t member = 0; member < members.size(); ++member) {

@@ -27,12 +27,12 @@ class Board {
 
   // members: the processes by number of member. between_hosts: for members on several hosts, collective over them;
   // nothing: all are on this one. UsageError if the memory of one of this host cannot be opened.
-  Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members,
+  Board(std::shared_ptr<shm::HostMemory> memory, int self, const std::vector<Peer>& members,
         std::optional<StoreBoardOptions> between_hosts);
   // The same members and others, whose numbers may have gaps. A process of this host that cannot be opened, because it
   // has ended or shows nothing, counts as gone. former: this process's board so far; nullptr: it is a newcomer, of a
   // job on several hosts with `between_hosts`.
-  Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former,
+  Board(std::shared_ptr<shm::HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former,
         std::optional<StoreBoardOptions> between_hosts = std::nullopt);
 
   int self() const { return self_; }
@@ -84,10 +84,10 @@ class Board {
   bool is_on_this_host(int member) const;
   bool is_in_store(int member) const;
 
-  std::shared_ptr<HostMemory> memory_;
+  std::shared_ptr<shm::HostMemory> memory_;
   int self_;
   std::vector<Peer> members_;
-  std::vector<std::shared_ptr<PeerMemory>> pages_;                    // by member; nullptr for this one
+  std::vector<std::shared_ptr<shm::PeerMemory>> pages_;               // by member; nullptr for this one
   std::shared_ptr<BoardEntry> own_ = std::make_shared<BoardEntry>();  // shared with the boards before and after
   std::shared_ptr<PeerExit> exits_;
   std::shared_ptr<StoreBoard>
@@ -101,7 +101,7 @@ struct StragglerRule {
 };
 
 // Whether a generation still holds: none of its members has ended or given it up, and the job is not lost. Thread-safe.
-class GenerationWatch : public WaitInterruption {
+class GenerationWatch : public shm::WaitInterruption {
  public:
   GenerationWatch(std::shared_ptr<Board> board, uint64_t number, MemberList members, StragglerRule stragglers = {})
       : board_(std::move(board)), number_(number), members_(std::move(members)), stragglers_(stragglers) {}

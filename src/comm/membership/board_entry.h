@@ -21,11 +21,11 @@ struct BoardEntry {
   int lost_with = 0;     // members that it knew to live when it found them too few to go on; 0: it has not
 };
 
-Notice::Words to_words(const BoardEntry& entry);
-BoardEntry from_words(const Notice::Words& words);
+shm::Notice::Words to_words(const BoardEntry& entry);
+BoardEntry from_words(const shm::Notice::Words& words);
 
 // Without the lists, for those who look often.
-uint64_t card_number(const Notice::Words& words);
-bool has_left(const Notice::Words& words);
+uint64_t card_number(const shm::Notice::Words& words);
+bool has_left(const shm::Notice::Words& words);
 
 }  // namespace shoal

@@ -111,7 +111,7 @@ void Generations::free_former(const MemberCard& card) {
   for (const auto& group : former_) group->transport->given_up_by_all();
   former_.clear();
   memory.free_retired();
-  std::vector<PageAddress> pages;
+  std::vector<shm::PageAddress> pages;
   for (const int member : card.members) {
     if (is_on_this_host(member)) pages.push_back(peers_[static_cast<size_t>(member)].page);
   }

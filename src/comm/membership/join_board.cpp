@@ -93,7 +93,7 @@ int used_slots(const JoinPage& page) {
 
 JoinBoard::JoinBoard(std::string job, int first_ranks)
     : job_(std::move(job)),
-      file_(MemoryFile::create(sizeof(JoinPage))),
+      file_(shm::MemoryFile::create(sizeof(JoinPage))),
       pid_(getpid()),
       descriptor_(file_.descriptor()),
       page_(reinterpret_cast<JoinPage*>(file_.data())) {
@@ -111,7 +111,7 @@ JoinBoard::JoinBoard(const std::string& address) : pid_(0), descriptor_(-1), pag
                                  printable(address)));
   }
   std::getline(in >> std::ws, job_);
-  file_ = MemoryFile::open(pid_, descriptor_, sizeof(JoinPage));
+  file_ = shm::MemoryFile::open(pid_, descriptor_, sizeof(JoinPage));
   page_ = reinterpret_cast<JoinPage*>(file_.data());
   const bool ranks = page_->first_ranks >= 1 && page_->first_ranks <= most_members;
   if (page_->magic != board_magic || page_->bytes != sizeof(JoinPage) || page_->nonce != nonce || !ranks) {

@@ -53,7 +53,7 @@ class JoinBoard final : public JoinTable {
 
  private:
   std::string job_;
-  MemoryFile file_;
+  shm::MemoryFile file_;
   int pid_;
   int descriptor_;
   JoinPage* page_;

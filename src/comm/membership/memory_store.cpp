@@ -43,7 +43,7 @@ void require(int error, const char* what) {
 }
 
 template <class Open>
-MemoryFile opened(const Open& open) {
+shm::MemoryFile opened(const Open& open) {
   try {
     return open();
   } catch (const std::runtime_error& error) {
@@ -88,7 +88,7 @@ class MemoryStore::Turn {
   Lock lock_;
 };
 
-MemoryStore::MemoryStore(size_t bytes) : file_(opened([bytes] { return MemoryFile::create(bytes); })) {
+MemoryStore::MemoryStore(size_t bytes) : file_(opened([bytes] { return shm::MemoryFile::create(bytes); })) {
   pthread_mutexattr_t attributes;
   require(pthread_mutexattr_init(&attributes), "pthread_mutexattr_init");
   pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
@@ -102,7 +102,7 @@ MemoryStore::MemoryStore(size_t bytes) : file_(opened([bytes] { return MemoryFil
 }
 
 MemoryStore::MemoryStore(int pid, int descriptor, uint64_t nonce, size_t bytes)
-    : file_(opened([=] { return MemoryFile::open(pid, descriptor, bytes); })) {
+    : file_(opened([=] { return shm::MemoryFile::open(pid, descriptor, bytes); })) {
   if (header().nonce != nonce) fail(fmt::format("process {} has closed it", pid));
 }
 

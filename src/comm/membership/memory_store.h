@@ -59,7 +59,7 @@ class MemoryStore : public c10d::Store {
   void write_into(Half& half, const std::string& key, const std::vector<uint8_t>* value) const;
   void move_to_other_half();
 
-  MemoryFile file_;
+  shm::MemoryFile file_;
   std::map<std::string, std::vector<uint8_t>> values_;
   uint64_t moves_ = 0;  // of the log that values_ has been read from
   uint64_t read_ = 0;   // bytes of it

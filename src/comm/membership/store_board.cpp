@@ -19,7 +19,7 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds longest_beat(1000);
-constexpr size_t entry_bytes = sizeof(Notice::Words) + most_board_members / 8;
+constexpr size_t entry_bytes = sizeof(shm::Notice::Words) + most_board_members / 8;
 
 }  // namespace
 
@@ -106,7 +106,7 @@ void StoreBoard::await_all() {
   }
 }
 
-void StoreBoard::show(const Notice::Words& words) {
+void StoreBoard::show(const shm::Notice::Words& words) {
   options_.store->ask([&](DeadlineStore&) {
     const std::lock_guard lock(own_.mutex);
     own_.entry.words = words;
@@ -335,10 +335,10 @@ std::vector<bool> StoreBoard::silent_members() const {
   return list;
 }
 
-Notice::Words StoreBoard::words(int member) const {
+shm::Notice::Words StoreBoard::words(int member) const {
   const std::lock_guard lock(mutex_);
   const auto* seen = find(member);
-  return seen != nullptr ? seen->words : Notice::Words{};
+  return seen != nullptr ? seen->words : shm::Notice::Words{};
 }
 
 }  // namespace shoal

@@ -57,7 +57,7 @@ class StoreBoard {
   }
 
   // Once it returns, the other hosts can see the entry. CommError if the store is lost.
-  void show(const Notice::Words& words);
+  void show(const shm::Notice::Words& words);
   // Whether decision `number` of a generation, which are numbered from 1, has passed: as the first of all members says
   // that asks, for all of them. To be asked in turn, until one has failed. CommError if the store is lost. For the
   // thread that shows.
@@ -69,7 +69,7 @@ class StoreBoard {
   void stop();
 
   // What a member on another host, or one that is gone, has shown last.
-  Notice::Words words(int member) const;
+  shm::Notice::Words words(int member) const;
   uint64_t number(int member) const {
     const auto* seen = find(member);
     return seen != nullptr ? seen->number.load() : 0;
@@ -105,11 +105,11 @@ class StoreBoard {
     uint64_t changes = 0;  // of the entry that was read last; these are for the thread
     std::string beat{};
     std::chrono::steady_clock::time_point moved{};  // when the beat was another one
-    Notice::Words words{};
+    shm::Notice::Words words{};
   };
   // An entry in the store.
   struct Read {
-    Notice::Words words{};
+    shm::Notice::Words words{};
     std::array<uint64_t, most_board_members / 64> ended{};  // members of its host, as bits
     bool tells_of(int member) const { return (ended[static_cast<size_t>(member) / 64] >> (member % 64) & 1) != 0; }
   };

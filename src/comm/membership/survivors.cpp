@@ -38,7 +38,7 @@ int Survivors::acting_rank() const {
   return rank;
 }
 
-PeerMemory& Survivors::peer(int rank) const {
+shm::PeerMemory& Survivors::peer(int rank) const {
   return *world_->memory->peer(world_->meeting.peers[static_cast<size_t>(in_world(rank))].page);
 }
 
@@ -109,7 +109,7 @@ bool Survivors::wait_until_then(const std::string& what, const std::function<boo
                                 const std::function<void()>& look) const {
   constexpr auto slice = std::chrono::milliseconds(100);
   Patience patience(std::chrono::seconds(world_->options.timeout_seconds), std::chrono::seconds(1));
-  while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
+  while (!shm::wait_until(*world_->memory, shm::cores_suffice(world_->local_size), slice, done)) {
     if (SteadyClock::now() > end) return false;
     if (look) look();
     try {
@@ -126,11 +126,11 @@ bool Survivors::wait_until_then(const std::string& what, const std::function<boo
   return true;
 }
 
-std::optional<SharedPlace> Survivors::place_of(const void* data, size_t bytes) const {
+std::optional<shm::Place> Survivors::place_of(const void* data, size_t bytes) const {
   return world_->memory->locate(data, bytes);
 }
 
-std::byte* Survivors::at(int rank, const SharedPlace& place) const {
+std::byte* Survivors::at(int rank, const shm::Place& place) const {
   return peer(rank).at(place);
 }
 

@@ -41,16 +41,16 @@ class Survivors {
   bool wait_in_time(const std::string& what, const std::function<bool()>& done) const;
 
   // Place of this rank's memory for the others; nothing for memory that they cannot read.
-  std::optional<SharedPlace> place_of(const void* data, size_t bytes) const;
+  std::optional<shm::Place> place_of(const void* data, size_t bytes) const;
   // Memory of another rank. Also after its death, for what was there at the last map_all() of this rank.
-  std::byte* at(int rank, const SharedPlace& place) const;
+  std::byte* at(int rank, const shm::Place& place) const;
   // Number of arenas that this rank has; it grows where memory is added that the others have not mapped.
   uint32_t arenas() const;
   // Maps all memory that the other ranks have at present. CommError if one of them has ended.
   void map_all() const;
 
  private:
-  PeerMemory& peer(int rank) const;
+  shm::PeerMemory& peer(int rank) const;
   int in_world(int rank) const { return group_.world_rank(rank); }
   // awaited: for whom it waits, in words. look: called about every 100 ms.
   bool wait_until_then(const std::string& what, const std::function<bool()>& done,

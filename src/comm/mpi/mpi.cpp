@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "comm/mpi/mpi_work.h"
+#include "comm/reduce/reduce_kernels.h"
 #include "comm/rendezvous/world_state.h"
-#include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/transport/empty_call.h"
 #include "shoal/error.h"
 

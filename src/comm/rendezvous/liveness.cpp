@@ -11,7 +11,7 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
-Liveness::Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<HostMemory> memory,
+Liveness::Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<shm::HostMemory> memory,
                    int stopped_timeout_seconds)
     : meeting_(&meeting),
       memory_(std::move(memory)),

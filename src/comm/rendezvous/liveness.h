@@ -23,7 +23,7 @@ struct Fault {
 class Liveness {
  public:
   // memory: of this process, or nullptr.
-  Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<HostMemory> memory,
+  Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<shm::HostMemory> memory,
            int stopped_timeout_seconds);
 
   // A fault of one of these ranks, if one shows now. A stopped peer counts as faulty after the timeout.
@@ -44,7 +44,7 @@ class Liveness {
   int cause_of(int gone) const;
 
   const Meeting* meeting_;
-  std::shared_ptr<HostMemory> memory_;
+  std::shared_ptr<shm::HostMemory> memory_;
   std::string key_;
   int own_rank_;
   std::chrono::seconds stopped_timeout_;

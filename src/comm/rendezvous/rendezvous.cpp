@@ -65,7 +65,7 @@ struct Present {
 // One attempt to meet. Every failure is published, so that all ranks report the same sentence.
 class Room {
  public:
-  Room(Placement placement, const PageAddress& page, std::string gpus, const Meeting& meeting,
+  Room(Placement placement, const shm::PageAddress& page, std::string gpus, const Meeting& meeting,
        const WorldOptions& options)
       : placement_(std::move(placement)),
         page_(page),
@@ -357,7 +357,7 @@ class Room {
   }
 
   const Placement placement_;
-  const PageAddress page_;
+  const shm::PageAddress page_;
   const std::string gpus_;
   const StorePtr store_;
   const std::function<StorePtr()> launcher_;
@@ -375,7 +375,7 @@ CommError lost_store(const Placement& placement) {
                    0);
 }
 
-void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, const std::string& gpus,
+void enter(Meeting& meeting, const Placement& placement, const shm::PageAddress& page, const std::string& gpus,
            const WorldOptions& options, Present (Room::*how)()) {
   try {
     Room room(placement, page, gpus, meeting, options);
@@ -394,7 +394,7 @@ void enter(Meeting& meeting, const Placement& placement, const PageAddress& page
 
 }  // namespace
 
-Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus,
+Meeting meet(const Placement& placement, const shm::PageAddress& page, const std::string& gpus,
              const WorldOptions& options) {
   Meeting meeting;
   if (placement.size == 1) {
@@ -412,7 +412,7 @@ Meeting meet(const Placement& placement, const PageAddress& page, const std::str
 }
 
 Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const Placement& placement,
-                const PageAddress& page, const std::string& gpus, const WorldOptions& options) {
+                const shm::PageAddress& page, const std::string& gpus, const WorldOptions& options) {
   Meeting meeting;
   meeting.store = store;
   meeting.launcher = std::move(launcher);
@@ -422,7 +422,7 @@ Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const
   return meeting;
 }
 
-Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus,
+Meeting meet_again(const Placement& placement, const shm::PageAddress& page, const std::string& gpus,
                    const WorldOptions& options) {
   if (placement.size == 1) throw UsageError("rejoin: the world has only one rank, so there is no job to rejoin");
   if (placement.rank == 0 && !placement.store_is_served) {

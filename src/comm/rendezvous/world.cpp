@@ -133,7 +133,7 @@ void World::manual_seed(uint64_t seed) const {
 
 namespace {
 
-using Meet = std::function<Meeting(const Placement&, const PageAddress&, const std::string& gpus)>;
+using Meet = std::function<Meeting(const Placement&, const shm::PageAddress&, const std::string& gpus)>;
 
 // The world of a process whose place in the job is known. meet: meets the other ranks.
 std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement placement, const Meet& meet,
@@ -143,12 +143,12 @@ std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement p
   state->options = options;
   state->placement = std::move(placement);
   try {
-    state->memory = std::make_shared<HostMemory>();
+    state->memory = std::make_shared<shm::HostMemory>();
   } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport reports it on use
   }
   state->recorder = make_recorder(options, state->placement, state->join);
   const bool gpus_decide = state->placement.size > 1 && options.transport == "auto";
-  state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{},
+  state->meeting = meet(state->placement, state->memory ? state->memory->address() : shm::PageAddress{},
                         gpus_decide ? visible_gpus() : "");
   state->liveness =
       std::make_unique<Liveness>(state->meeting, state->placement, state->memory, options.stopped_timeout_seconds);
@@ -238,7 +238,7 @@ World init(const WorldOptions& options) {
   }
   auto state = enter_world(
       options, std::move(own_place),
-      [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
+      [&](const Placement& placement, const shm::PageAddress& page, const std::string& gpus) {
         return how(placement, page, gpus, options);
       },
       std::move(join));
@@ -255,7 +255,7 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
   auto join = join_of(own_place);
   auto state = enter_world(
       options, std::move(own_place),
-      [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
+      [&](const Placement& placement, const shm::PageAddress& page, const std::string& gpus) {
         return meet_in(guard_store(store, limit, placement.job), launchers_store(store, placement, limit), placement,
                        page, gpus, options);
       },

@@ -58,7 +58,7 @@ struct WorldState {
   Placement placement;
   Meeting meeting;
   std::unique_ptr<Liveness> liveness;
-  std::shared_ptr<HostMemory> memory;        // nullptr if the system provides no shared memory
+  std::shared_ptr<shm::HostMemory> memory;   // nullptr if the system provides no shared memory
   std::string listen_address;                // address of this process's own sockets
   std::unique_ptr<FlightRecorder> recorder;  // nullptr if not configured
   Activity activity;

@@ -13,7 +13,7 @@
 
 #include "comm/agreement/fingerprint.h"
 
-namespace shoal {
+namespace shoal::shm {
 
 constexpr size_t cache_line = 128;  // two lines, because the hardware fetches them in pairs
 constexpr uint32_t ring_entries = 32;
@@ -146,4 +146,4 @@ class UseInPlace {
   const int rank_;
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

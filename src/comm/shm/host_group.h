@@ -9,7 +9,7 @@
 #include "comm/shm/host_memory.h"
 #include "shoal/telemetry.h"
 
-namespace shoal {
+namespace shoal::shm {
 
 struct HostGroup {
   static constexpr int64_t stage_half_bytes = int64_t{512} << 10;  // both halves stay in the second-level cache
@@ -24,7 +24,7 @@ struct HostGroup {
   uint64_t staged_rounds = 0;  // number of staged rounds so far, the same on all ranks
   std::shared_ptr<Timeline> timeline{};
 
-  std::byte* at(int of_rank, const SharedPlace& place) const {
+  std::byte* at(int of_rank, const Place& place) const {
     return of_rank == rank ? memory->at(place) : peers[of_rank]->at(place);
   }
   void ring_others() const {
@@ -39,4 +39,4 @@ struct HostGroup {
   }
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

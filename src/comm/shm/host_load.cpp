@@ -8,7 +8,7 @@
 #include <array>
 #include <charconv>
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 // A process that may use some of the cores alone cannot tell who else wants these.
@@ -55,4 +55,4 @@ bool HostLoad::crowded(Time now) {
   return busy_looks_.load(std::memory_order_relaxed) == 2;
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-namespace shoal {
+namespace shoal::shm {
 
 // Looks at the number of threads of all programs that want to run, in /proc/loadavg. A rank that polls while another
 // one waits for a core takes that core from it. Thread-safe.
@@ -27,4 +27,4 @@ class HostLoad {
 // Threads of all programs that run or could: 3 of "0.20 0.18 0.12 3/80 11206".
 std::optional<int> runnable_threads(std::string_view loadavg);
 
-}  // namespace shoal
+}  // namespace shoal::shm

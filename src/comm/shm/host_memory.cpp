@@ -13,7 +13,7 @@
 
 #include "shoal/error.h"
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 constexpr size_t page_bytes = 4096;
@@ -61,7 +61,7 @@ void PeerMemory::map_to(uint32_t arena) {
   }
 }
 
-std::byte* PeerMemory::at(const SharedPlace& place) {
+std::byte* PeerMemory::at(const Place& place) {
   const std::lock_guard lock(mutex_);
   map_to(place.arena);
   return arenas_[place.arena].data() + place.offset;
@@ -256,18 +256,18 @@ void HostMemory::free(std::byte* data) {
   }
 }
 
-std::optional<SharedPlace> HostMemory::locate(const void* data, size_t bytes) const {
+std::optional<Place> HostMemory::locate(const void* data, size_t bytes) const {
   const std::lock_guard lock(mutex_);
   const auto* begin = static_cast<const std::byte*>(data);
   for (size_t index = 0; index < arenas_.size(); ++index) {
     const auto& file = arenas_[index].file;
     if (begin < file.data() || begin + bytes > file.data() + file.size()) continue;
-    return SharedPlace{static_cast<uint32_t>(index), static_cast<uint64_t>(begin - file.data())};
+    return Place{static_cast<uint32_t>(index), static_cast<uint64_t>(begin - file.data())};
   }
   return std::nullopt;
 }
 
-std::byte* HostMemory::at(const SharedPlace& place) const {
+std::byte* HostMemory::at(const Place& place) const {
   const std::lock_guard lock(mutex_);
   return arenas_.at(place.arena).file.data() + place.offset;
 }
@@ -299,4 +299,4 @@ size_t HostMemory::bytes_in_use() const {
   return total;
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -18,13 +18,13 @@
 #include "comm/shm/notice.h"
 #include "comm/shm/spin_limit.h"
 
-namespace shoal {
+namespace shoal::shm {
 
 // Minimum size of an arena; pages cost memory once they are used.
 inline constexpr size_t arena_bytes = size_t{256} << 20;
 
 // Address within one process's arenas, valid in all processes of the host.
-struct SharedPlace {
+struct Place {
   uint32_t arena = 0;
   uint64_t offset = 0;
 };
@@ -58,7 +58,7 @@ class PeerMemory {
   // Throws std::runtime_error if the peer's memory cannot be opened.
   explicit PeerMemory(const PageAddress& address);
 
-  std::byte* at(const SharedPlace& place);
+  std::byte* at(const Place& place);
   // Maps all arenas that the peer has at present, so that at() works after its death. std::runtime_error if it has
   // ended.
   void map_arenas();
@@ -142,8 +142,8 @@ class HostMemory {
   // Frees what was retired, because no peer reads it any more.
   void free_retired();
   // Place of [data, data + bytes), if it lies within one block of this heap.
-  std::optional<SharedPlace> locate(const void* data, size_t bytes) const;
-  std::byte* at(const SharedPlace& place) const;
+  std::optional<Place> locate(const void* data, size_t bytes) const;
+  std::byte* at(const Place& place) const;
 
   // Value for sleep(); read it before the last check of the condition.
   uint32_t bell() const;
@@ -191,4 +191,4 @@ class HostMemory {
   std::shared_ptr<const WaitInterruption> interruption_;
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

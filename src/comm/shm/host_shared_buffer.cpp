@@ -19,7 +19,7 @@ struct HostSharedBuffer::State {
   explicit State(Group of) : group(std::move(of)) {}
 
   std::atomic<int64_t>& version(int rank) const {
-    return *reinterpret_cast<std::atomic<int64_t>*>(file->data() + rank * cache_line);
+    return *reinterpret_cast<std::atomic<int64_t>*>(file->data() + rank * shm::cache_line);
   }
 
   Group group;
@@ -27,8 +27,8 @@ struct HostSharedBuffer::State {
   std::vector<Range> owners;
   at::Tensor tensor;
   std::shared_ptr<GroupState> group_state;
-  std::shared_ptr<MemoryFile> file;                // set if memory is shared
-  std::vector<std::shared_ptr<PeerMemory>> peers;  // peers to wake
+  std::shared_ptr<shm::MemoryFile> file;                // set if memory is shared
+  std::vector<std::shared_ptr<shm::PeerMemory>> peers;  // peers to wake
   int64_t own_version = 0;
   struct Moving {
     Work work;
@@ -65,7 +65,8 @@ class PublishedWork : public TransportWork {
   }
   bool wait_for(Milliseconds slice, Milliseconds) override {
     const auto& world = *state_.group_state->world;
-    if (wait_until(*world.memory, cores_suffice(world.local_size), slice, [this] { return done(); })) return true;
+    if (shm::wait_until(*world.memory, shm::cores_suffice(world.local_size), slice, [this] { return done(); }))
+      return true;
     state_.group_state->progress->transport->require_not_abandoned();
     return false;
   }
@@ -104,20 +105,20 @@ void check(const Group& group, int64_t numel, const std::vector<Range>& owners) 
 }
 
 // Rank 0 creates the file, the others open it. Collective.
-std::shared_ptr<MemoryFile> share_file(const Group& group, size_t bytes) {
-  std::shared_ptr<MemoryFile> file;
+std::shared_ptr<shm::MemoryFile> share_file(const Group& group, size_t bytes) {
+  std::shared_ptr<shm::MemoryFile> file;
   std::string fault;
   auto descriptor = at::full({2}, -1, at::kLong);
   const auto attempt = [&](const auto& act) {
     try {
-      file = std::make_shared<MemoryFile>(act());
+      file = std::make_shared<shm::MemoryFile>(act());
     } catch (const std::runtime_error& error) {
       fault = error.what();
     }
   };
   const Label label{-1, -1, "one copy per host"};
   if (group.rank() == 0) {
-    attempt([&] { return MemoryFile::create(bytes); });
+    attempt([&] { return shm::MemoryFile::create(bytes); });
     if (file) {
       descriptor[0] = static_cast<int64_t>(getpid());
       descriptor[1] = file->descriptor();
@@ -126,8 +127,8 @@ std::shared_ptr<MemoryFile> share_file(const Group& group, size_t bytes) {
   group.broadcast(descriptor, 0, label).wait();
   if (group.rank() != 0) {
     attempt([&] {
-      return MemoryFile::open(static_cast<int>(descriptor[0].item<int64_t>()),
-                              static_cast<int>(descriptor[1].item<int64_t>()), bytes);
+      return shm::MemoryFile::open(static_cast<int>(descriptor[0].item<int64_t>()),
+                                   static_cast<int>(descriptor[1].item<int64_t>()), bytes);
     });
   }
   auto everybody = at::full({1}, file ? 1 : 0, at::kLong);
@@ -150,7 +151,7 @@ HostSharedBuffer Group::allocate_host_shared(int64_t numel, const at::TensorOpti
   state->options = buffer;
   state->owners = std::move(owners);
   state->group_state = state_;
-  const auto header = static_cast<size_t>(size()) * cache_line;
+  const auto header = static_cast<size_t>(size()) * shm::cache_line;
   if (transport() == "host" && options.device().is_cpu()) {
     const auto bytes = header + static_cast<size_t>(numel) * options.dtype().itemsize();
     state->file = share_file(*this, bytes);

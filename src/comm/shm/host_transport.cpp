@@ -12,18 +12,18 @@
 #include <stdexcept>
 #include <thread>
 
+#include "comm/reduce/reduce_kernels.h"
 #include "comm/rendezvous/liveness.h"
 #include "comm/rendezvous/while_waiting.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
-#include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/shm/wait.h"
 #include "comm/store/authenticated_store.h"
 #include "comm/store/store_gather.h"
 #include "shoal/error.h"
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
@@ -320,7 +320,7 @@ std::string HostWork::waits_for() {
   return ranks.empty() ? "" : fmt::format("rank(s) {} have not called it", fmt::join(ranks, ", "));
 }
 
-std::byte* open_block(const WorldState& world, PeerMemory& memory, const SharedPlace& place,
+std::byte* open_block(const WorldState& world, PeerMemory& memory, const Place& place,
                       const std::vector<int>& world_ranks) {
   try {
     return memory.at(place);
@@ -371,7 +371,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
       block.readers = static_cast<uint32_t>(size);
       block.users = static_cast<uint32_t>(size);
     }
-    const auto place = own_block == nullptr ? SharedPlace{} : *world.memory->locate(own_block, 1);
+    const auto place = own_block == nullptr ? Place{} : *world.memory->locate(own_block, 1);
     line = fmt::format("{} {} ", place.arena, place.offset);
   } catch (const std::exception& error) {
     line = fmt::format("- - {}", error.what());
@@ -387,7 +387,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
     }
     const auto key = gathered_key(world, topic, 0);
     const auto offset = lines[0].substr(lines[0].find(' ') + 1);
-    const SharedPlace place{number_in<uint32_t>(lines[0], key), number_in<uint64_t>(offset, key)};
+    const Place place{number_in<uint32_t>(lines[0], key), number_in<uint64_t>(offset, key)};
     base = rank == 0 ? own_block : open_block(world, *memories[0], place, world_ranks);
     const ControlLayout control(base, size);
     control.block().opened.fetch_add(1);
@@ -405,4 +405,4 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
           ""};
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

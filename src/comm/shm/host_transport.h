@@ -8,8 +8,10 @@
 #include "comm/transport/transport.h"
 
 namespace shoal {
-
 struct WorldState;
+}  // namespace shoal
+
+namespace shoal::shm {
 
 struct HostTransport {
   std::shared_ptr<Transport> transport;  // nullptr: not possible
@@ -21,4 +23,4 @@ struct HostTransport {
 HostTransport make_host_transport(const WorldState& world, const std::string& name, int rank,
                                   const std::vector<int>& world_ranks, Milliseconds limit);
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -9,7 +9,7 @@
 
 #include "shoal/error.h"
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 constexpr int64_t piece_bytes = int64_t{256} << 10;
@@ -248,4 +248,4 @@ bool Mailboxes::pull_piece(Message& message) {
   return true;
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

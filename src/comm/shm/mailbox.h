@@ -12,7 +12,7 @@
 #include "comm/shm/host_group.h"
 #include "shoal/detail/call.h"
 
-namespace shoal {
+namespace shoal::shm {
 
 // Send or receive in flight.
 struct Message {
@@ -81,4 +81,4 @@ class Mailboxes {
   std::vector<std::list<Early>> early_;  // by source; older than what is in the mailbox
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 [[noreturn]] void fail(const std::string& what) {
@@ -92,4 +92,4 @@ void MemoryFile::discard(size_t offset, size_t bytes) {
   if (madvise(data_ + offset, bytes, MADV_REMOVE) != 0) std::memset(data_ + offset, 0, bytes);
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-namespace shoal {
+namespace shoal::shm {
 
 // Mapped file without a name in any file system. It disappears with the last process that maps it, however that process
 // ends, and does not count against /dev/shm. Move-only.
@@ -36,4 +36,4 @@ class MemoryFile {
   int descriptor_ = -1;
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

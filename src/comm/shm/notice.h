@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
-namespace shoal {
+namespace shoal::shm {
 
 // Whoever reads sees all words of one write, wherever the writer was killed: a write goes to the slot that nobody
 // reads, and counts once it is complete. Lies in shared memory; zeros are a notice that was never written.
@@ -39,4 +39,4 @@ class Notice {
   std::atomic<uint64_t> slots_[2][count];
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

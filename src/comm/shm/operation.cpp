@@ -7,10 +7,10 @@
 #include <optional>
 
 #include "comm/agreement/fingerprint.h"
-#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/reduce/reduce_kernels.h"
 #include "shoal/error.h"
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 int64_t total_bytes(const std::vector<Piece>& pieces) {
@@ -291,4 +291,4 @@ void Operation::copy_out(int64_t begin, int64_t end) {
   std::memcpy(piece.data + begin, locate(group_.rank, 0, begin), std::min(end, piece.bytes) - begin);
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

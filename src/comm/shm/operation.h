@@ -14,7 +14,7 @@
 #include "comm/shm/operation_plan.h"
 #include "shoal/detail/call.h"
 
-namespace shoal {
+namespace shoal::shm {
 
 class Operation {
  public:
@@ -63,4 +63,4 @@ class Operation {
   int64_t round_bytes_ = 0;  // bytes of one part in one round
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 std::vector<int64_t> sizes(const std::vector<Piece>& pieces) {
@@ -90,4 +90,4 @@ OperationPlan plan_operation(const Call& call, int rank, int size, bool small) {
   return plan;
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

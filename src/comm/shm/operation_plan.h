@@ -8,7 +8,7 @@
 #include "comm/transport/pieces.h"
 #include "shoal/detail/call.h"
 
-namespace shoal {
+namespace shoal::shm {
 
 // In every collective a rank exposes parts of its data and then does one kind of work on the peers' data.
 struct OperationPlan {
@@ -29,4 +29,4 @@ struct OperationPlan {
 // small: the data are in the header, so that every rank (or the root) reduces by itself.
 OperationPlan plan_operation(const Call& call, int rank, int size, bool small);
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <chrono>
 
-namespace shoal {
+namespace shoal::shm {
 
 // Follows the waits of a process: a sleep and its wake-up cost up to 100 microseconds, so waits of a few hundred, as in
 // steps of small models, poll until their end, and long ones give their core up early. Source: the competitive spinning
@@ -29,4 +29,4 @@ class SpinLimit {
   std::atomic<Time::rep> limit_ = least.count();
 };
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace shoal {
+namespace shoal::shm {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
@@ -49,4 +49,4 @@ bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limi
   }
 }
 
-}  // namespace shoal
+}  // namespace shoal::shm

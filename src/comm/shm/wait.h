@@ -6,7 +6,7 @@
 
 #include "comm/shm/host_memory.h"
 
-namespace shoal {
+namespace shoal::shm {
 
 // Progresses all operations of this process until `finished()`; false at the end of `limit`. may_spin: every rank of
 // the host has a core of its own, so that polling for the time of memory.spin_limit() costs nobody anything, as long as
@@ -17,4 +17,4 @@ bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limi
 // Whether each of `ranks` processes on this host can have a core.
 bool cores_suffice(int ranks);
 
-}  // namespace shoal
+}  // namespace shoal::shm

@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "comm/agreement/fingerprint.h"
-#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/reduce/reduce_kernels.h"
 #include "shoal/error.h"
 
 namespace shoal::tcp {

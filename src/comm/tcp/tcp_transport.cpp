@@ -11,9 +11,9 @@
 #include <thread>
 
 #include "base/start_thread.h"
+#include "comm/reduce/reduce_kernels.h"
 #include "comm/rendezvous/peer_socket.h"
 #include "comm/rendezvous/world_state.h"
-#include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/tcp/connect.h"
 #include "comm/tcp/operations.h"
 #include "shoal/error.h"

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "base/without_sigpipe.h"
-#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/reduce/reduce_kernels.h"
 #include "comm/transport/empty_call.h"
 #include "shoal/error.h"
 

@@ -32,7 +32,8 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
   std::vector<int> local_ranks;
   for (const int of : grid->ranks[grid->host]) local_ranks.push_back(world_ranks[of]);
   const auto inside = [&](const char* use) {
-    return make_host_transport(world, fmt::format("{}/{}/{}", name, use, grid->host), grid->local, local_ranks, limit)
+    return shm::make_host_transport(world, fmt::format("{}/{}/{}", name, use, grid->host), grid->local, local_ranks,
+                                    limit)
         .transport;
   };
   HierarchicalParts parts{*grid, inside("up"), inside("down"), nullptr, nullptr, world.memory};
@@ -49,7 +50,7 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
 // Shared memory on one host, the hierarchical transport over several, tcp otherwise.
 std::shared_ptr<Transport> make_fastest(const WorldState& world, const std::string& name, int rank,
                                         const std::vector<int>& world_ranks, Milliseconds limit) {
-  if (auto host = make_host_transport(world, name, rank, world_ranks, limit).transport) return host;
+  if (auto host = shm::make_host_transport(world, name, rank, world_ranks, limit).transport) return host;
   if (auto spanning = make_spanning(world, name, rank, world_ranks, limit)) return spanning;
   return make_tcp_transport(world, name, rank, world_ranks, limit);
 }
@@ -66,7 +67,7 @@ std::shared_ptr<Transport> make_cpu_transport(const WorldState& world, const std
     return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()), limit);
   }
   if (wanted != "host") return make_fastest(world, name, rank, world_ranks, limit);
-  auto host = make_host_transport(world, name, rank, world_ranks, limit);
+  auto host = shm::make_host_transport(world, name, rank, world_ranks, limit);
   if (host.transport) return host.transport;
   throw UsageError(
       fmt::format("transport host cannot serve group '{}': {}; use transport auto or tcp", name, host.why_not));

@@ -2,7 +2,7 @@
 
 #include <torch/utils.h>
 
-#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/reduce/reduce_kernels.h"
 #include "memory/views.h"
 
 namespace shoal {

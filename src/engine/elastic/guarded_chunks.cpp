@@ -138,7 +138,7 @@ void GuardedUpdate::restore(int rank, const Chunk& chunk) const {
 }
 
 // What lies like the target's values in the rank's memory.
-at::Tensor GuardedUpdate::read(int rank, const Chunk& chunk, const SharedPlace& place) const {
+at::Tensor GuardedUpdate::read(int rank, const Chunk& chunk, const shm::Place& place) const {
   const auto& values = target(rank, chunk).values;
   return at::from_blob(survivors_.at(rank, place), values.sizes(), dense_strides(values), values.options());
 }

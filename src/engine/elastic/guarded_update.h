@@ -134,7 +134,7 @@ class GuardedUpdate {
   void save(int rank, const Chunk& chunk) const;
   void restore(int rank, const Chunk& chunk) const;
   bool is_updated_in(const UpdateInputs& inputs) const { return updates_ && inputs.has_gradient; }
-  at::Tensor read(int rank, const Chunk& chunk, const SharedPlace& place) const;
+  at::Tensor read(int rank, const Chunk& chunk, const shm::Place& place) const;
   at::Tensor gradient(int rank, const Chunk& chunk) const;
   at::Tensor others(int rank, const Chunk& chunk) const;
   Prepared tensors_of(int rank, const Chunk& chunk) const;

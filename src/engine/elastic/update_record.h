@@ -48,8 +48,8 @@ struct StateEntry {
 struct UpdateInputs {
   bool has_gradient;
   bool has_others;  // values that are mixed into the tensor's
-  SharedPlace gradient;
-  SharedPlace others;
+  shm::Place gradient;
+  shm::Place others;
   double own;  // weight of the tensor's own values
 };
 

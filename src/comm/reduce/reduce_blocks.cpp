@@ -1,14 +1,14 @@
 // Kernels of reduce(). Compiled as find_baseline with the compiler's default instructions, and on x86 again as
 // find_avx2 (SHOAL_KERNELS names the function). The compiler vectorises the loops.
 
-#include "comm/shm/reduce/reduce_blocks.h"
+#include "comm/reduce/reduce_blocks.h"
 
 #include <type_traits>
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
-#include "comm/shm/reduce/reduce_formats.h"
+#include "comm/reduce/reduce_formats.h"
 
 namespace shoal::kernels {
 namespace {

@@ -1,4 +1,4 @@
-#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/reduce/reduce_kernels.h"
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -9,7 +9,7 @@
 #include <cpuid.h>
 #endif
 
-#include "comm/shm/reduce/reduce_blocks.h"
+#include "comm/reduce/reduce_blocks.h"
 #include "shoal/error.h"
 
 namespace shoal {
