@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "data/reference.h"
-#include "engine/paging/operator_watch.h"
-#include "engine/wrapper/parameter_watch.h"
+#include "engine/changes/operator_watch.h"
+#include "engine/changes/parameter_watch.h"
 #include "models/loss.h"
 #include "models/registry.h"
 #include "shoal/ddp.h"

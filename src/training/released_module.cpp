@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 #include "memory/views.h"
 #include "module/walk.h"
 #include "shoal/deferred_init.h"

@@ -6,7 +6,7 @@
 #include <set>
 
 #include "checkpoint/on_all_ranks.h"
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 #include "engine/wrapper/logging.h"
 #include "module/walk.h"
 #include "shoal/zero.h"

@@ -106,17 +106,17 @@ def resolve(include, files):
 
 
 def cycles(graph):
-    """One line per include cycle."""
+    """The cycles, each from a node to itself."""
     found, done, path = [], set(), []
 
     def visit(node):
         if node in path:
-            found.append("include cycle: " + " -> ".join(path[path.index(node):] + [node]))
+            found.append(path[path.index(node):] + [node])
             return
         if node in done:
             return
         path.append(node)
-        for target in graph[node]:
+        for target in sorted(graph[node]):
             visit(target)
         path.pop()
         done.add(node)
@@ -124,6 +124,28 @@ def cycles(graph):
     for node in sorted(graph):
         visit(node)
     return found
+
+
+def check_cycles(graph):
+    """Cycles of files that include each other."""
+    return ["include cycle: " + " -> ".join(cycle) for cycle in cycles(graph)]
+
+
+ENGINE = "src/engine/"
+
+
+def check_folders(graph):
+    """Cycles of folders of the engine, each with an include for every arrow."""
+    folders, example = {}, {}
+    for path, targets in sorted(graph.items()):
+        for target in targets:
+            if path.startswith(ENGINE) and target.startswith(ENGINE):
+                source, used = (name[len(ENGINE):].split("/")[0] for name in (path, target))
+                folders.setdefault(source, set()).update({used} - {source})
+                folders.setdefault(used, set())
+                example.setdefault((source, used), "%s includes %s" % (path, target))
+    for cycle in cycles(folders):
+        yield "cycle of folders: %s (%s)" % (" -> ".join(cycle), ", ".join(example[step] for step in zip(cycle, cycle[1:])))
 
 
 # Strategies that are made of others, and of which.
@@ -231,7 +253,7 @@ def members(body):
 
 def check_sizes(path, text):
     """Violations of the number of data members that a class of the engine may have."""
-    if not path.startswith("src/engine/"):
+    if not path.startswith(ENGINE):
         return
     for match in CLASS.finditer(text):
         count = members(text[match.end():])
@@ -295,7 +317,9 @@ def violations(root):
         found += [line for line in (check_layers(path, target) for target in targets) if line]
         found += check_names(path, text)
         found += check_sizes(path, text)
-    return found + list(check_one_definition(files)) + list(check_advice(root, files)) + cycles(graph)
+    found += check_one_definition(files)
+    found += check_advice(root, files)
+    return found + check_cycles(graph) + list(check_folders(graph))
 
 
 def main():

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "elastic/access.h"
+#include "engine/changes/changed_values.h"
 #include "engine/elastic/guarded_update.h"
-#include "engine/sharded/changed_values.h"
 #include "optim/state.h"
 #include "shoal/ddp.h"
 #include "shoal/elastic.h"

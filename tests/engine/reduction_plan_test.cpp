@@ -1,6 +1,6 @@
 // Plan of a strategy's reduction: which gradients share a bucket, and which rank keeps what.
 
-#include "engine/reducer/reduction_plan.h"
+#include "engine/buckets/reduction_plan.h"
 
 #include <gtest/gtest.h>
 

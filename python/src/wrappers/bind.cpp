@@ -1,10 +1,10 @@
 #include "wrappers/bind.h"
 
 #include "bindings.h"
+#include "engine/changes/changed_values.h"
+#include "engine/changes/operator_watch.h"
+#include "engine/changes/outside_inference_mode.h"
 #include "engine/gradients/gradient_stand_in.h"
-#include "engine/paging/operator_watch.h"
-#include "engine/sharded/changed_values.h"
-#include "engine/wrapper/outside_inference_mode.h"
 #include "shoal/group.h"
 #include "wrappers/calls.h"
 

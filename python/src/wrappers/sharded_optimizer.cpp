@@ -1,6 +1,6 @@
 #include <ATen/record_function.h>
 
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 #include "wrappers/bind.h"
 
 namespace shoal::python {

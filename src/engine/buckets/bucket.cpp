@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "engine/reducer/reduction_plan.h"
+#include "engine/buckets/reduction_plan.h"
 #include "memory/views.h"
 
 namespace shoal {

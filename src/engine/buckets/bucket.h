@@ -6,7 +6,7 @@
 
 #include "engine/buckets/bucket_plan.h"
 #include "engine/buckets/spare_memory.h"
-#include "engine/reducer/step_trailer.h"
+#include "engine/buckets/step_trailer.h"
 #include "layout/flat_layout.h"
 #include "shoal/group.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "engine/buckets/common_sizes.h"
-#include "engine/reducer/reduction_plan.h"
+#include "engine/buckets/reduction_plan.h"
 #include "memory/views.h"
 
 namespace shoal {

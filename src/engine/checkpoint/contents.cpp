@@ -12,10 +12,10 @@
 #include <numeric>
 #include <optional>
 
+#include "engine/changes/changed_values.h"
 #include "engine/checkpoint/equal_values.h"
 #include "engine/checkpoint/names.h"
 #include "engine/checkpoint/options.h"
-#include "engine/sharded/changed_values.h"
 #include "memory/views.h"
 #include "optim/named_options.h"
 #include "optim/state.h"

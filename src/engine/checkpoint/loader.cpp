@@ -11,9 +11,9 @@
 #include <string_view>
 
 #include "checkpoint/loading/match.h"
+#include "engine/changes/operator_watch.h"
 #include "engine/checkpoint/names.h"
 #include "engine/checkpoint/parsed_entry.h"
-#include "engine/paging/operator_watch.h"
 #include "engine/sharded/sharded_module.h"
 #include "memory/views.h"
 #include "optim/state.h"

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "comm/group/text.h"
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 

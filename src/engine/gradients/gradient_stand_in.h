@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 
 namespace shoal {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 
 namespace shoal {
 

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "engine/buckets/spare_memory.h"
+#include "engine/changes/operator_watch.h"
 #include "engine/paging/gather_order.h"
-#include "engine/paging/operator_watch.h"
 #include "engine/paging/use_order.h"
 
 namespace shoal {

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "engine/reducer/reduction_plan.h"
+#include "engine/buckets/reduction_plan.h"
 
 namespace shoal {
 

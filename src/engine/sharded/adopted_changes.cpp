@@ -5,7 +5,8 @@
 
 #include <algorithm>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
+#include "engine/changes/separate_memory.h"
 #include "engine/sharded/sharded_module.h"
 #include "memory/views.h"
 #include "shoal/error.h"

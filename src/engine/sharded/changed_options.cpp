@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <typeinfo>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 #include "optim/named_options.h"
 #include "shoal/optim.h"
 

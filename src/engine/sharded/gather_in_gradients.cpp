@@ -4,12 +4,12 @@
 #include <mutex>
 #include <utility>
 
-#include "engine/paging/operator_watch.h"
-#include "engine/sharded/changed_values.h"
-#include "engine/sharded/noticed_writes.h"
+#include "engine/changes/changed_values.h"
+#include "engine/changes/noticed_writes.h"
+#include "engine/changes/operator_watch.h"
+#include "engine/changes/parameter_watch.h"
+#include "engine/changes/replaced_values.h"
 #include "engine/sharded/parameter_gather.h"
-#include "engine/sharded/replaced_values.h"
-#include "engine/wrapper/parameter_watch.h"
 #include "memory/views.h"
 
 namespace shoal {

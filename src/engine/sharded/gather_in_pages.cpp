@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
+#include "engine/changes/parameter_watch.h"
+#include "engine/changes/replaced_values.h"
 #include "engine/sharded/parameter_gather.h"
-#include "engine/sharded/replaced_values.h"
-#include "engine/wrapper/parameter_watch.h"
 #include "memory/views.h"
 
 namespace shoal {

@@ -1,6 +1,6 @@
 #include <utility>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 #include "engine/sharded/parameter_buffer.h"
 #include "engine/sharded/parameter_gather.h"
 #include "memory/views.h"

@@ -4,9 +4,9 @@
 #include <mutex>
 #include <vector>
 
-#include "engine/paging/operator_watch.h"
-#include "engine/sharded/noticed_writes.h"
-#include "engine/wrapper/parameter_watch.h"
+#include "engine/changes/noticed_writes.h"
+#include "engine/changes/operator_watch.h"
+#include "engine/changes/parameter_watch.h"
 #include "layout/flat_layout.h"
 #include "shoal/group.h"
 

@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "engine/sharded/former_values.h"
+#include "engine/changes/former_values.h"
 #include "engine/sharded/second_copies.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "memory/views.h"

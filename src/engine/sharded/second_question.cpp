@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 #include "engine/sharded/second_copies.h"
 #include "shoal/error.h"
 

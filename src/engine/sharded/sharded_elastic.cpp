@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 #include "engine/sharded/changed_options.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"

@@ -8,14 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "engine/changes/former_values.h"
+#include "engine/changes/parameter_watch.h"
 #include "engine/elastic/shared_state.h"
 #include "engine/paging/first_touch.h"
 #include "engine/reducer/reducer.h"
-#include "engine/sharded/former_values.h"
 #include "engine/sharded/outdated_parameters.h"
 #include "engine/sharded/parameter_gather.h"
 #include "engine/sharded/sharded_state.h"
-#include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "shoal/telemetry.h"
 
@@ -205,7 +205,7 @@ class ShardedModule {
   void list_pieces(std::span<const at::Tensor> originals);
   // sums: of the bucket's elements from `begin` on.
   OwnedPiece piece_of(size_t bucket, const Slice& slice, const at::Tensor& sums, int64_t begin) const;
-  // See separate() in changed_values.h.
+  // See separate() in separate_memory.h.
   void separate_replaced();
 
   struct Known {

@@ -9,9 +9,9 @@
 
 #include "checkpoint/on_all_ranks.h"
 #include "comm/group/group_state.h"
+#include "engine/changes/operator_watch.h"
 #include "engine/gradients/gradient_norm.h"
 #include "engine/gradients/local_gradients.h"
-#include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_options.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "shoal/error.h"

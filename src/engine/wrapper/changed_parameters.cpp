@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#include "engine/paging/operator_watch.h"
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
+#include "engine/changes/operator_watch.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "shoal/error.h"
 #include "shoal/group.h"

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
+#include "engine/changes/outside_inference_mode.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/module_checks.h"
-#include "engine/wrapper/outside_inference_mode.h"
 #include "module/sync.h"
 #include "shoal/error.h"
 #include "shoal/group.h"

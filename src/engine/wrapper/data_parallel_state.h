@@ -1,11 +1,11 @@
 #pragma once
 // State of a wrapper.
 
+#include "engine/changes/changed_values.h"
+#include "engine/changes/parameter_watch.h"
 #include "engine/reducer/reducer.h"
-#include "engine/sharded/changed_values.h"
 #include "engine/wrapper/buffer_sync.h"
 #include "engine/wrapper/module_checks.h"
-#include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
 #include "shoal/detail/data_parallel.h"

@@ -20,10 +20,6 @@ enum class OtherWrappers { refused, allowed };
 void require_usable(const at::Tensor& tensor, const std::string& name, const std::string& owner);
 // Such tensors of a module, and parameters of other wrappers.
 void require_usable(const ModuleTensors& tensors, const std::string& wrapper, OtherWrappers other_wrappers);
-// For wrappers that give parameters other memory: a parameter has memory in common with another or a buffer, and one of
-// the two would be left behind.
-void require_separate_memory(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
-                             const std::string& wrapper);
 // For wrappers whose ranks hold the same parameters: forward changes the rows of this rank's batch (max_norm of an
 // embedding).
 void require_constant_in_forward(const ModuleTensors& tensors, const std::string& wrapper);

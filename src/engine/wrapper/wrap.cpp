@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/module_checks.h"
 #include "module/sync.h"

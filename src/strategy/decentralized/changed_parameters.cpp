@@ -5,8 +5,8 @@
 
 #include <unordered_set>
 
-#include "engine/sharded/changed_values.h"
-#include "engine/wrapper/module_checks.h"
+#include "engine/changes/changed_values.h"
+#include "engine/changes/separate_memory.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 #include "strategy/decentralized/state.h"

@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "engine/buckets/bucket_plan.h"
+#include "engine/changes/loads.h"
+#include "engine/changes/parameter_watch.h"
 #include "engine/gradients/backward_tracker.h"
 #include "engine/gradients/backward_weight.h"
 #include "engine/gradients/spent_gradients.h"
 #include "engine/reducer/step_clock.h"
-#include "engine/wrapper/loads.h"
-#include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
 #include "strategy/decentralized/bucket.h"

@@ -6,12 +6,13 @@
 
 #include <cmath>
 
+#include "engine/changes/outside_inference_mode.h"
+#include "engine/changes/separate_memory.h"
 #include "engine/gradients/gradient_norm.h"
 #include "engine/gradients/local_gradients.h"
 #include "engine/hooks/hook_use.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
-#include "engine/wrapper/outside_inference_mode.h"
 #include "optim/scaler_options.h"
 #include "shoal/error.h"
 #include "shoal/group.h"

@@ -2,7 +2,7 @@
 
 #include <torch/utils.h>
 
-#include "engine/wrapper/outside_inference_mode.h"
+#include "engine/changes/outside_inference_mode.h"
 #include "memory/views.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/shards.h"

@@ -8,8 +8,8 @@
 #include <map>
 #include <utility>
 
+#include "engine/changes/outside_inference_mode.h"
 #include "engine/wrapper/logging.h"
-#include "engine/wrapper/outside_inference_mode.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 #include "shoal/group.h"

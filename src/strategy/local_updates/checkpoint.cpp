@@ -7,7 +7,7 @@
 #include <map>
 #include <optional>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 #include "strategy/local_updates/state.h"

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "shoal/error.h"
 #include "shoal/group.h"

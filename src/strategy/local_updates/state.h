@@ -4,9 +4,9 @@
 #include <set>
 #include <vector>
 
+#include "engine/changes/loads.h"
+#include "engine/changes/parameter_watch.h"
 #include "engine/reducer/reducer.h"
-#include "engine/wrapper/loads.h"
-#include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"

@@ -5,11 +5,12 @@
 
 #include <algorithm>
 
+#include "engine/changes/changed_values.h"
+#include "engine/changes/operator_watch.h"
+#include "engine/changes/separate_memory.h"
 #include "engine/gradients/forward_turns.h"
 #include "engine/gradients/local_gradients.h"
-#include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_options.h"
-#include "engine/sharded/changed_values.h"
 #include "module/walk.h"
 #include "shoal/error.h"
 #include "strategy/zero/oss_state.h"

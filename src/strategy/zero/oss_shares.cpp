@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <typeinfo>
 
+#include "engine/changes/separate_memory.h"
 #include "engine/sharded/ownership.h"
 #include "engine/wrapper/module_checks.h"
 #include "optim/state.h"

@@ -9,11 +9,12 @@
 #include <unordered_set>
 #include <vector>
 
+#include "engine/changes/changed_values.h"
 #include "engine/elastic/seen_gradient.h"
-#include "engine/sharded/changed_values.h"
 #include "engine/sharded/outdated_parameters.h"
 #include "engine/sharded/parameter_buffer.h"
 #include "engine/sharded/sharded_optimizer_state.h"
+#include "module/walk.h"
 #include "shoal/zero.h"
 #include "strategy/zero/second_gradients.h"
 

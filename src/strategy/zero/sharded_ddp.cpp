@@ -8,11 +8,11 @@
 #include <map>
 
 #include "engine/buckets/small_buckets.h"
+#include "engine/changes/parameter_watch.h"
 #include "engine/hooks/hook_use.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
-#include "engine/wrapper/parameter_watch.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"

@@ -1,7 +1,7 @@
 #include "training/strategies/replicated.h"
 
+#include "engine/changes/operator_watch.h"
 #include "engine/gradients/gradient_norm.h"
-#include "engine/paging/operator_watch.h"
 
 namespace shoal {
 

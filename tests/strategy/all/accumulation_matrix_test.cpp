@@ -4,7 +4,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
-#include "engine/reducer/step_trailer.h"
+#include "engine/buckets/step_trailer.h"
 #include "shoal/call_log.h"
 #include "shoal/decentralized.h"
 #include "shoal/local_updates.h"

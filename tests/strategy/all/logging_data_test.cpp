@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "engine/reducer/step_trailer.h"
+#include "engine/buckets/step_trailer.h"
 #include "shoal/decentralized.h"
 #include "shoal/hooks.h"
 #include "tests/support/models.h"

@@ -1,5 +1,5 @@
 // DistributedDataParallel: buffers, ignored parameters, subgroups, wrong options.
-#include "engine/reducer/step_trailer.h"
+#include "engine/buckets/step_trailer.h"
 #include "shoal/ddp.h"
 
 #include <gmock/gmock.h>

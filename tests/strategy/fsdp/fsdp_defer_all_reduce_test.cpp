@@ -3,7 +3,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
-#include "engine/reducer/step_trailer.h"
+#include "engine/buckets/step_trailer.h"
 #include "shoal/call_log.h"
 #include "shoal/error.h"
 #include "tests/strategy/all/even.h"

@@ -14,7 +14,7 @@
 
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
-#include "engine/reducer/step_trailer.h"
+#include "engine/buckets/step_trailer.h"
 #include "shoal/ddp.h"
 #include "shoal/optim.h"
 #include "tests/strategy/zero/sharded_ddp_training.h"

@@ -1,4 +1,4 @@
-#include "engine/reducer/step_trailer.h"
+#include "engine/buckets/step_trailer.h"
 
 #include <ATen/Dispatch.h>
 #include <torch/utils.h>

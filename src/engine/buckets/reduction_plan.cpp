@@ -1,4 +1,4 @@
-#include "engine/reducer/reduction_plan.h"
+#include "engine/buckets/reduction_plan.h"
 
 #include <algorithm>
 #include <numeric>

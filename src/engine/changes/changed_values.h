@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "module/walk.h"
 #include "shoal/group.h"
 
 namespace shoal {
@@ -20,12 +19,6 @@ struct ChangedValue {
 
 // A number that stands for a tensor's dtype and the bits of its elements in row-major order. Reads the tensor once.
 uint64_t digest_of(const at::Tensor& tensor);
-
-// Call before the values of `replaced`, which have other memory since they were wrapped (set_data), are agreed on and
-// adopted. Where that memory is a strategy's, such as another parameter's, they get a copy, since an adoption
-// overwrites it. UsageError if two of all `parameters` are on the same memory. owner: of the strategy, for errors.
-void separate(const std::vector<NamedTensor>& parameters, const std::vector<at::Tensor>& replaced,
-              const std::string& owner);
 
 // DisagreeError that names the first parameter which ranks have not changed alike, with what to do. Collective.
 void agree_on_values(const Group& group, const std::vector<ChangedValue>& values);

@@ -1,4 +1,4 @@
-#include "engine/paging/operator_watch.h"
+#include "engine/changes/operator_watch.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm_ops.h>
@@ -19,7 +19,7 @@
 #include <unordered_map>
 
 #include "base/called_by_pytorch.h"
-#include "engine/wrapper/outside_inference_mode.h"
+#include "engine/changes/outside_inference_mode.h"
 #include "module/permanent_library.h"
 
 namespace shoal {

@@ -1,4 +1,4 @@
-#include "engine/wrapper/parameter_watch.h"
+#include "engine/changes/parameter_watch.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

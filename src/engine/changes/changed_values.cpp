@@ -1,4 +1,4 @@
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -7,8 +7,6 @@
 #include <bit>
 #include <cstring>
 
-#include "engine/paging/operator_watch.h"
-#include "engine/wrapper/module_checks.h"
 #include "shoal/group.h"
 
 namespace shoal {
@@ -44,14 +42,6 @@ uint64_t digest_of(const at::Tensor& tensor) {
   const auto hash =
       dense.numel() == 0 ? 0 : digest_of_bytes(static_cast<const uint8_t*>(dense.data_ptr()), dense.nbytes());
   return add(hash, static_cast<uint64_t>(dense.scalar_type()));
-}
-
-void separate(const std::vector<NamedTensor>& parameters, const std::vector<at::Tensor>& replaced,
-              const std::string& owner) {
-  require_separate_memory(parameters, {}, owner);
-  for (const auto& parameter : replaced) {
-    if (is_watchable(parameter)) parameter.set_data(parameter.detach().clone());
-  }
 }
 
 void agree_on_values(const Group& group, const std::vector<ChangedValue>& values) {

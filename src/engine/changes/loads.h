@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 
 namespace shoal {
 

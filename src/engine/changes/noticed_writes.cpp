@@ -1,6 +1,6 @@
-#include "engine/sharded/noticed_writes.h"
+#include "engine/changes/noticed_writes.h"
 
-#include "engine/sharded/changed_values.h"
+#include "engine/changes/changed_values.h"
 
 namespace shoal {
 

@@ -1,4 +1,4 @@
-#include "engine/sharded/former_values.h"
+#include "engine/changes/former_values.h"
 
 #include <torch/utils.h>
 
