@@ -1,17 +1,15 @@
 #pragma once
 // Log of the operations of a group, for tests and traces.
 
-#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "shoal/detail/call.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
-
-using Clock = std::chrono::steady_clock;
 
 struct CallRecord {
   Op op = Op::barrier;

@@ -1,10 +1,10 @@
 #pragma once
 // Progress bar of a loop.
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 
+#include "shoal/detail/clock.h"
 #include "shoal/world.h"
 
 namespace shoal {
@@ -44,8 +44,6 @@ class ProgressBar {
   void clear();
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   std::string text(const std::string& note, Clock::time_point now) const;
 
   ProgressBarOptions options_;

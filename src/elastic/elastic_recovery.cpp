@@ -12,11 +12,9 @@
 #include "elastic/access.h"
 #include "elastic/elastic_state.h"
 #include "elastic/told.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
-
-using SteadyClock = std::chrono::steady_clock;
-
 namespace {
 
 constexpr int most_late_recoveries = 5;  // of one change of the ranks
@@ -30,7 +28,7 @@ std::string Elastic::State::with_checkpoint(const std::string& lost) const {
 }
 
 void Elastic::State::recover(const std::function<void()>* update, std::optional<int64_t> done_before_step) {
-  const auto begin = SteadyClock::now();
+  const auto begin = Clock::now();
   const auto former = world.group();
   const auto members = generations->members();
   const auto done_before = done_before_step.value_or(done);
@@ -84,7 +82,7 @@ void Elastic::State::recover(const std::function<void()>* update, std::optional<
                        .ranks = world.size(),
                        .step = done,
                        .finished_step = done > done_before,
-                       .seconds = std::chrono::duration<double>(SteadyClock::now() - begin).count()};
+                       .seconds = std::chrono::duration<double>(Clock::now() - begin).count()};
   const auto& left = generations->members();
   for (size_t rank = 0; rank < members.size(); ++rank) {
     if (std::binary_search(left.begin(), left.end(), members[rank])) continue;

@@ -355,10 +355,10 @@ void Job::note_stop(Child& child, int status) {
 // Forwards the remaining output. A slow reader gets all of it; after an interrupt it gets a moment only, because it
 // may have stopped. Descendants of ranks may keep the pipes open for any time, and are not waited for.
 void Job::forward_the_rest() {
-  const auto end = StopTimes::Clock::now() + StopTimes::seconds(2);
-  auto closing = StopTimes::Clock::now() + StopTimes::seconds(0.3);
-  while (!interruption_.began() || StopTimes::Clock::now() < end) {
-    const auto now = StopTimes::Clock::now();
+  const auto end = Clock::now() + StopTimes::seconds(2);
+  auto closing = Clock::now() + StopTimes::seconds(0.3);
+  while (!interruption_.began() || Clock::now() < end) {
+    const auto now = Clock::now();
     if (!output_.empty()) {
       closing = now + StopTimes::seconds(0.3);
     } else if (!ranks_.pipes_open() || now > closing) {

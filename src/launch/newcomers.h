@@ -1,7 +1,6 @@
 #pragma once
 // Processes that join an elastic job while it runs, as the launcher of one node knows them.
 
-#include <chrono>
 #include <deque>
 #include <optional>
 #include <string>
@@ -12,6 +11,7 @@
 #include "comm/store/job_store.h"
 #include "launch/child.h"
 #include "launch/launcher.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
 
@@ -49,7 +49,6 @@ class Newcomers {
   void add_variables(int rank, Variables& list) const;
 
  private:
-  using Clock = std::chrono::steady_clock;
   struct Asked {
     std::string why;
     Clock::time_point since;

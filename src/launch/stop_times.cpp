@@ -6,14 +6,14 @@ namespace shoal {
 namespace {
 
 // Nothing: never.
-std::optional<StopTimes::Clock::time_point> after(double count) {
+std::optional<Clock::time_point> after(double count) {
   constexpr double years = 1e8;  // a longer time would overflow the clock
-  return count < years ? std::optional(StopTimes::Clock::now() + StopTimes::seconds(count)) : std::nullopt;
+  return count < years ? std::optional(Clock::now() + StopTimes::seconds(count)) : std::nullopt;
 }
 
 }  // namespace
 
-StopTimes::Clock::duration StopTimes::seconds(double count) {
+Clock::duration StopTimes::seconds(double count) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(count));
 }
 

@@ -1,15 +1,14 @@
 #pragma once
 // Times at which ranks that do not end on their own are ended.
 
-#include <chrono>
 #include <optional>
+
+#include "shoal/detail/clock.h"
 
 namespace shoal {
 
 class StopTimes {
  public:
-  using Clock = std::chrono::steady_clock;
-
   static Clock::duration seconds(double count);
 
   // Whether a time has been set.

@@ -19,6 +19,7 @@
 #include "module/walk.h"
 #include "optim/named_options.h"
 #include "shoal/deferred_init.h"
+#include "shoal/detail/clock.h"
 #include "training/parts.h"
 #include "training/released_module.h"
 
@@ -33,8 +34,6 @@ class ReplanAccess {
 };
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr const char* replan_subject = "replan";
 

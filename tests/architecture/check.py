@@ -22,6 +22,7 @@ HEADERS = {
     "call": "comm",
     "call_log": "comm",
     "checkpoint": "engine",
+    "clock": "base",
     "data": "loop",
     "data_parallel": "engine",
     "ddp": "strategy",
@@ -186,6 +187,8 @@ def check_names(path, text):
         yield "%s: c10d outside comm/" % path
     if re.search(r"\b(secure_)?getenv\b", text) and path != "src/base/environment.cpp":
         yield "%s: getenv outside src/base/environment.cpp" % path
+    if re.search(r"\busing\s+\w+\s*=\s*std::chrono::steady_clock\b", text) and path != "include/shoal/detail/clock.h":
+        yield "%s: another name for the clock of include/shoal/detail/clock.h" % path
     if re.search(r"\bMPI_[A-Z]|<mpi\.h>", text) and not path.startswith("src/comm/mpi/"):
         yield "%s: MPI outside src/comm/mpi/" % path
     if re.search(r"ProcessGroupGloo|<gloo/|\"gloo/", text) and path != "src/comm/transport/gloo.cpp":

@@ -17,6 +17,7 @@ PLANTED = [
     ("src/strategy/ddp/ddp.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>\n", "c10d outside comm/"),
     ("src/comm/rendezvous/world.cpp", 'auto x = std::getenv("X");\n', "getenv outside"),
     ("src/comm/rendezvous/world.cpp", "#include <gloo/context.h>\n", "Gloo outside"),
+    ("src/launch/limits.cpp", "using Time = std::chrono::steady_clock;\n", "another name for the clock"),
     ("src/comm/rendezvous/world.cpp", "#include <mpi.h>\n", "MPI outside"),
     ("src/strategy/ddp/ddp.cpp", "int size = MPI_Comm_size(0, 0);\n", "MPI outside"),
     ("include/shoal/group.h", '#include "comm/transport/transport.h"\n', "a public header includes"),

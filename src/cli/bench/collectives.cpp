@@ -15,6 +15,7 @@
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/transport/transport.h"
 #include "planning/bytes_over_tcp.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 #include "shoal/progress.h"
 #include "shoal/world.h"
@@ -22,7 +23,6 @@
 namespace shoal::cli {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Worlds = std::vector<std::pair<std::string, World>>;  // by transport, in the requested order
 
 const std::map<std::string, c10::ScalarType>& known_dtypes() {

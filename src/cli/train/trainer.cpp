@@ -14,12 +14,11 @@
 #include "cli/train/report.h"
 #include "models/loss.h"
 #include "planning/measured_step.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
 
 namespace shoal::cli {
-
-using Clock = std::chrono::steady_clock;
 
 volatile std::sig_atomic_t interrupted = 0;
 

@@ -12,11 +12,11 @@
 #include <utility>
 
 #include "base/start_thread.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
 namespace {
 
-using SteadyClock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
 // A thread that issues an operation and waits for it at once is done by then.
@@ -61,7 +61,7 @@ struct Progress::State : std::enable_shared_from_this<Progress::State> {
   int away = 0;  // threads that run callbacks of futures
   std::condition_variable all_back;
   bool started = false;
-  SteadyClock::time_point next_check{};  // of the leader alone
+  Clock::time_point next_check{};  // of the leader alone
 };
 
 Progress::Progress(std::shared_ptr<shm::HostMemory> memory) : state_(std::make_shared<State>(std::move(memory))) {}
@@ -139,8 +139,8 @@ std::optional<Progress::State::Left> Progress::State::round() {
   Lock lock(mutex);
   const auto list = flights;
   lock.unlock();
-  const bool checks = SteadyClock::now() >= next_check;
-  if (checks) next_check = SteadyClock::now() + between_checks;
+  const bool checks = Clock::now() >= next_check;
+  if (checks) next_check = Clock::now() + between_checks;
   Left left;
   for (const auto& flight : list) {
     if (flight->look() || (checks && flight->check())) {

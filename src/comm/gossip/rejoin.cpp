@@ -12,12 +12,11 @@
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/authenticated_store.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds between_looks(200);
 
@@ -112,13 +111,13 @@ void GossipAdmission::next() {
 bool GossipAdmission::has_ended() const {
   const auto& peers = state_of(group_)->world->meeting.peers;
   const auto& peer = peers[group_.world_rank(rank_)];
-  return SteadyClock::now() > deadline_ ||
+  return Clock::now() > deadline_ ||
          (peer.host == peers[group_.world_rank(group_.rank())].host && state_of(peer.process) == ProcessState::gone);
 }
 
 // True once a newcomer is present.
 bool GossipAdmission::meet(int64_t version, const std::vector<int>& members, const GossipChannel& channel) {
-  const auto now = SteadyClock::now();
+  const auto now = Clock::now();
   const bool complete = members.size() == static_cast<size_t>(group_.size());
   if (blind_ || complete || now - looked_ < between_looks) return false;
   looked_ = now;
@@ -194,7 +193,7 @@ std::vector<int> Newcomer::members() const {
 std::vector<std::string> Newcomer::answers(const std::string& kind, const std::vector<int>& from, Until until) {
   const auto& world = *state_of(group_)->world;
   auto& store = *world.meeting.store;
-  const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  const auto deadline = Clock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
   std::vector<std::string> found(group_.size());
   auto missing = from;
   const auto gone = [&](int rank) {
@@ -209,7 +208,7 @@ std::vector<std::string> Newcomer::answers(const std::string& kind, const std::v
     });
     const bool one = std::any_of(found.begin(), found.end(), [](const auto& text) { return !text.empty(); });
     if (missing.empty() || (until == Until::any && one)) return found;
-    if (SteadyClock::now() > deadline) {
+    if (Clock::now() > deadline) {
       throw CommError(
           fmt::format("rejoin: rank(s) {} did not answer within {} s; ranks answer between steps of "
                       "DecentralizedDataParallel, after they have noticed that a rank has died",
@@ -248,7 +247,7 @@ Group Newcomer::meet_donor(const std::vector<int>& preferred) {
   }
   std::erase_if(present, [&](int rank) { return addresses_[rank].empty(); });
   if (present.empty()) throw CommError("rejoin: no other rank is left in the job");
-  answered_ = SteadyClock::now();
+  answered_ = Clock::now();
   const auto donor =
       std::find_if(preferred.begin(), preferred.end(), [&](int rank) { return !addresses_[rank].empty(); });
   const int chosen = donor != preferred.end() ? *donor : present.front();
@@ -276,7 +275,7 @@ int64_t Newcomer::arrive(const std::string& address) {
   }
   // As many steps ahead as the members make until all of them have read the entry.
   constexpr double seconds_to_read = 0.1;
-  const auto seconds = std::max(0.01, std::chrono::duration<double>(SteadyClock::now() - answered_).count());
+  const auto seconds = std::max(0.01, std::chrono::duration<double>(Clock::now() - answered_).count());
   const auto ahead = 3 + static_cast<int64_t>(std::ceil(seconds_to_read / seconds * static_cast<double>(advance)));
   store_set(store, joining_key(group_, fmt::format("{}/from", number_)), std::to_string(newest + ahead));
   return newest + ahead;

@@ -12,7 +12,6 @@
 //
 // Newcomers of a group are numbered, and join one after another.
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "comm/gossip/channel.h"
+#include "shoal/detail/clock.h"
 #include "shoal/group.h"
 
 namespace shoal {
@@ -58,15 +58,14 @@ class GossipAdmission {
   bool has_ended() const;
   void next();
 
-  using Time = std::chrono::steady_clock::time_point;
   Group group_;
   int number_;     // number of the present or next newcomer
   int rank_ = -1;  // rank of the newcomer; -1: none is present
   bool donor_known_ = false;
   bool admitted_ = false;
   bool blind_ = false;  // the store is gone
-  Time looked_{};
-  Time deadline_{};
+  Clock::time_point looked_{};
+  Clock::time_point deadline_{};
 };
 
 // Newcomer's side. All functions throw a CommError that names the ranks that have not answered in time.
@@ -96,7 +95,7 @@ class Newcomer {
   int number_ = 0;
   std::vector<std::string> addresses_;
   std::vector<int64_t> versions_;  // the members' versions in their first answers
-  std::chrono::steady_clock::time_point answered_{};
+  Clock::time_point answered_{};
 };
 
 }  // namespace shoal

@@ -12,12 +12,11 @@
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/control_block.h"
 #include "comm/shm/wait.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr size_t slots = 2;  // a rank may be one step ahead of its readers
 constexpr int64_t being_written = -1;
@@ -120,7 +119,7 @@ class SharedChannel : public GossipChannel {
     const auto index = (newest_[buffer] + 1) % slots;
     auto& slot = layout_.slot(own(), buffer, index);
     const auto version = slot.version.load(std::memory_order_relaxed);
-    const auto deadline = SteadyClock::now() + limit;
+    const auto deadline = Clock::now() + limit;
     for (const int reader : readers_[buffer][index]) {
       const auto done = [&] { return layout_.done(own(), buffer, reader).load() >= version; };
       if (!late_reader_[reader]) wait(deadline, reader, done);
@@ -142,7 +141,7 @@ class SharedChannel : public GossipChannel {
     auto* base = bases_[source];
     auto found = find(buffer, version, source);
     if (!found && !late_source_[source]) {
-      wait(SteadyClock::now() + limit, source, [&] { return (found = find(buffer, version, source)).has_value(); });
+      wait(Clock::now() + limit, source, [&] { return (found = find(buffer, version, source)).has_value(); });
     }
     if (!found) found = find(buffer, last_read_[buffer][source] + 1, source);
     Reading result{.arrival = found ? Arrival::here : ended(source) ? Arrival::gone : Arrival::late};
@@ -230,7 +229,7 @@ class SharedChannel : public GossipChannel {
   bool ended(int rank) {
     if (ended_[rank]) return true;
     if (SharedBlock::header(bases_[rank]).left.load() != 0) return ended_[rank] = true;
-    const auto now = SteadyClock::now();
+    const auto now = Clock::now();
     if (now - looked_[rank] < std::chrono::milliseconds(50)) return false;
     looked_[rank] = now;
     return ended_[rank] = state_of(process(rank)) == ProcessState::gone;
@@ -272,9 +271,9 @@ class SharedChannel : public GossipChannel {
     return found;
   }
   // Waits for `finished`, the deadline, or the end or stop of the rank.
-  void wait(SteadyClock::time_point deadline, int on, const std::function<bool()>& finished) {
+  void wait(Clock::time_point deadline, int on, const std::function<bool()>& finished) {
     while (!finished() && !ended(on) && !stops(on)) {
-      const auto left = deadline - SteadyClock::now();
+      const auto left = deadline - Clock::now();
       if (left <= left.zero()) return;
       const auto slice = std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds(100));
       shm::wait_until(*group_->world->memory, may_spin_, slice,
@@ -292,7 +291,7 @@ class SharedChannel : public GossipChannel {
   std::vector<bool> ended_;
   std::vector<bool> late_source_;  // by source: the last wait for it timed out
   std::vector<bool> late_reader_;  // by reader: the last wait for it timed out
-  std::vector<SteadyClock::time_point> looked_;
+  std::vector<Clock::time_point> looked_;
   std::vector<std::vector<int64_t>> last_read_;  // by buffer and source
   struct Readers {
     std::vector<int> of[slots];

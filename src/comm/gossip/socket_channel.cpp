@@ -21,13 +21,12 @@
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/store_gather.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 // Channel whose own thread moves all bytes; the rank's thread only reads what has arrived and queues what is to be
 // sent.
@@ -62,7 +61,7 @@ class SocketChannel : public GossipChannel {
 
   at::Tensor draft(size_t buffer, Limit limit) override {
     std::unique_lock lock(mutex_);
-    const auto deadline = SteadyClock::now() + limit;
+    const auto deadline = Clock::now() + limit;
     auto& shown = shown_[buffer];
     while (shown.size() >= GossipPeers::versions_ahead) {
       for (const int reader : shown.front().readers) {
@@ -177,7 +176,7 @@ class SocketChannel : public GossipChannel {
     auto& shown = peer.shown[buffer];
     const auto found = [&] { return shown.lower_bound(version) != shown.end(); };
     if (!found() && !peer.late) {
-      wait(lock, SteadyClock::now() + limit, [&] { return found() || peer.gone || peers_.stops(source); });
+      wait(lock, Clock::now() + limit, [&] { return found() || peer.gone || peers_.stops(source); });
     }
     peer.late = !found();
     if (shown.empty()) return {.arrival = peer.gone ? Arrival::gone : Arrival::late};
@@ -191,10 +190,10 @@ class SocketChannel : public GossipChannel {
   }
 
   // Ends early once ranks of an elastic job have ended: a neighbour may be waiting for this rank to learn of it.
-  void wait(std::unique_lock<std::mutex>& lock, SteadyClock::time_point end, const std::function<bool()>& done) {
+  void wait(std::unique_lock<std::mutex>& lock, Clock::time_point end, const std::function<bool()>& done) {
     constexpr auto slice = std::chrono::milliseconds(20);
-    while (!changed_.wait_until(lock, std::min(end, SteadyClock::now() + slice), done)) {
-      if (SteadyClock::now() >= end || (memory_ && memory_->interrupted())) return;
+    while (!changed_.wait_until(lock, std::min(end, Clock::now() + slice), done)) {
+      if (Clock::now() >= end || (memory_ && memory_->interrupted())) return;
     }
   }
 
@@ -207,7 +206,7 @@ class SocketChannel : public GossipChannel {
     constexpr std::chrono::seconds between_looks(1);
     std::vector<pollfd> polled;
     bool held_back = false;
-    auto next_look = SteadyClock::now() + between_looks;
+    auto next_look = Clock::now() + between_looks;
     while (true) {
       polled.clear();
       {
@@ -223,9 +222,9 @@ class SocketChannel : public GossipChannel {
       [[maybe_unused]] const auto got = ::read(wake_.number(), &rung, sizeof rung);
       const std::lock_guard lock(mutex_);
       visitors_.receive();
-      if (SteadyClock::now() < next_look) continue;
+      if (Clock::now() < next_look) continue;
       peers_.look_at_hosts();
-      next_look = SteadyClock::now() + between_looks;
+      next_look = Clock::now() + between_looks;
     }
   }
 

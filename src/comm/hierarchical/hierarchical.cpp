@@ -10,12 +10,11 @@
 #include "comm/reduce/reduce_kernels.h"
 #include "comm/transport/empty_call.h"
 #include "comm/transport/time_between_looks.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 // One operation as a chain of stages. Guarded by the transport's lock.
 struct Chain {
@@ -126,7 +125,7 @@ class Hierarchical : public Transport, public shm::Pollable, public std::enable_
     return !chain.waiting.empty() || std::any_of(chain.running.begin(), chain.running.end(),
                                                  [&](const auto& work) { return work->needs(world_rank); });
   }
-  SteadyClock::time_point last_progress() const { return last_progress_; }
+  Clock::time_point last_progress() const { return last_progress_; }
   // The first work that the chain waits for, if any.
   std::shared_ptr<TransportWork> running(const Chain& chain) {
     const std::lock_guard lock(mutex_);
@@ -152,7 +151,7 @@ class Hierarchical : public Transport, public shm::Pollable, public std::enable_
       auto& work = chain.running.front();
       if (!work->done() || !work->wait_for(Milliseconds(1), Milliseconds(1))) return false;
       chain.running.erase(chain.running.begin());
-      last_progress_ = SteadyClock::now();
+      last_progress_ = Clock::now();
     }
     if (chain.then) std::exchange(chain.then, nullptr)();
     return true;
@@ -181,7 +180,7 @@ class Hierarchical : public Transport, public shm::Pollable, public std::enable_
       chain.running.push_back(transport(stage.channel).issue(call));
     }
     chain.then = std::move(stage.then);
-    last_progress_ = SteadyClock::now();
+    last_progress_ = Clock::now();
   }
 
   Transport& transport(Channel channel) {
@@ -202,7 +201,7 @@ class Hierarchical : public Transport, public shm::Pollable, public std::enable_
   std::mutex mutex_;
   std::atomic<bool> advancing_ = false;  // the lock is held, perhaps by the thread that asks
   std::deque<std::shared_ptr<Chain>> chains_;
-  std::atomic<SteadyClock::time_point> last_progress_ = SteadyClock::now();  // of any operation
+  std::atomic<Clock::time_point> last_progress_ = Clock::now();  // of any operation
 };
 
 bool ChainWork::done() {
@@ -217,16 +216,16 @@ bool ChainWork::needs(int world_rank) {
 bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {
   using Microseconds = std::chrono::microseconds;
   // Alternates between both kinds of transport, since neither knows when the other one can progress.
-  const auto end = SteadyClock::now() + slice;
+  const auto end = Clock::now() + slice;
   while (!done()) {
-    const auto left = end - SteadyClock::now();
+    const auto left = end - Clock::now();
     if (left.count() <= 0) return false;
     const auto since = transport_->last_progress();
     if (const auto running = transport_->running(*chain_)) {
       const auto pause = std::min(time_between_looks(Milliseconds(1), since), std::chrono::ceil<Milliseconds>(left));
       running->wait_for(pause, pause);
     } else {  // an earlier operation has the channel
-      std::this_thread::sleep_for(std::min<SteadyClock::duration>(time_between_looks(Microseconds(100), since), left));
+      std::this_thread::sleep_for(std::min<Clock::duration>(time_between_looks(Microseconds(100), since), left));
     }
   }
   if (chain_->failure) std::rethrow_exception(chain_->failure);

@@ -13,12 +13,11 @@
 #include "comm/group/group_state.h"
 #include "comm/membership/first_generation.h"
 #include "comm/rendezvous/world_state.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr const char* loopback = "127.0.0.1";
 constexpr int most_attempts = 5;  // to connect the same ranks
@@ -141,7 +140,7 @@ void Generations::give_up(WorldState& world) {
 MemberCard Generations::agree(int min_ranks) {
   const auto limit = std::chrono::seconds(cell_->state->options.timeout_seconds);
   Patience waiting(limit, std::chrono::seconds(1));
-  const auto patience = SteadyClock::now() + patience_;
+  const auto patience = Clock::now() + patience_;
   Patience with_stragglers(stragglers_.limit);
   // Nobody has begun another generation: this rank does, because its communication has failed.
   const bool begun = membership_.card().members.empty() || membership_.card().number > number();
@@ -179,7 +178,7 @@ MemberCard Generations::agree(int min_ranks) {
         continue;
       }
       // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
-      if (SteadyClock::now() > patience) drop_late(card);
+      if (Clock::now() > patience) drop_late(card);
       if (stragglers_.limit.count() > 0 && !(before == card)) {  // all have to answer anew
         with_stragglers.restart();
         waiting.restart();
@@ -362,7 +361,7 @@ void Generations::make_store(WorldState& world, const MemberCard& card) {
 }
 
 c10::intrusive_ptr<MemoryStore> Generations::open_store(int maker, uint64_t number, std::chrono::seconds limit) const {
-  const auto deadline = SteadyClock::now() + limit;
+  const auto deadline = Clock::now() + limit;
   while (true) {
     const auto seen = board_->bell();
     const auto entry = board_->entry(maker);
@@ -370,7 +369,7 @@ c10::intrusive_ptr<MemoryStore> Generations::open_store(int maker, uint64_t numb
     if (entry.store_of == number) {
       return c10::make_intrusive<MemoryStore>(board_->process(maker).pid, entry.store_descriptor, entry.store_nonce);
     }
-    if (SteadyClock::now() > deadline) {
+    if (Clock::now() > deadline) {
       throw CommError(fmt::format("rank 0 of generation {} has made no store after {} s", number, limit.count()));
     }
     board_->wait(seen);

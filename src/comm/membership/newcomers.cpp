@@ -11,11 +11,10 @@
 #include "comm/membership/join_board.h"
 #include "comm/membership/store_table.h"
 #include "comm/rendezvous/world_state.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
-
-using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
@@ -126,8 +125,8 @@ bool Generations::explained_by_a_death() const {
     return member != self() && is_on_this_host(member) && state_of(board_->process(member)) == ProcessState::gone;
   });
   if (death || !has_several_hosts()) return death;
-  const auto end = SteadyClock::now() + word_of_a_death;
-  while (!broken() && SteadyClock::now() < end) board_->wait(board_->bell());
+  const auto end = Clock::now() + word_of_a_death;
+  while (!broken() && Clock::now() < end) board_->wait(board_->bell());
   return broken();
 }
 
@@ -192,11 +191,11 @@ bool Generations::admit(int most_ranks, const std::string& why_one_host) {
 
 // Its card says who comes. If it ends, the others recover without newcomers.
 void Generations::wait_for_the_first() const {
-  const auto deadline = SteadyClock::now() + std::chrono::seconds(cell_->state->options.timeout_seconds);
+  const auto deadline = Clock::now() + std::chrono::seconds(cell_->state->options.timeout_seconds);
   Patience patience(stragglers_.limit);
   while (true) {
     const auto seen = board_->bell();
-    if (watch_->raised() || SteadyClock::now() > deadline || patience.over()) return;
+    if (watch_->raised() || Clock::now() > deadline || patience.over()) return;
     board_->wait(seen);
   }
 }
@@ -212,8 +211,8 @@ void Generations::complete(MemberList on_trial) {
 void Generations::resign() {
   if (knock_.number) {
     const bool claimed = !joins_->withdraw(*std::exchange(knock_.number, std::nullopt));
-    const auto limit = SteadyClock::now() + std::chrono::seconds(2);
-    while (claimed && membership_.card().members.empty() && SteadyClock::now() < limit) {
+    const auto limit = Clock::now() + std::chrono::seconds(2);
+    while (claimed && membership_.card().members.empty() && Clock::now() < limit) {
       membership_.look(look());
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

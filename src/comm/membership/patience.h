@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "shoal/detail/clock.h"
+
 namespace shoal {
 
 // A pause in which the process stood still itself, because it was stopped or the host asleep, counts as a moment:
@@ -24,8 +26,6 @@ class Patience {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   std::chrono::milliseconds limit_;
   std::chrono::milliseconds longest_;
   Clock::duration waited_{};

@@ -11,12 +11,11 @@
 #include "base/start_thread.h"
 #include "base/without_signals.h"
 #include "comm/store/authenticated_store.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds longest_beat(1000);
 constexpr size_t entry_bytes = sizeof(shm::Notice::Words) + most_board_members / 8;
@@ -96,10 +95,10 @@ std::string StoreBoard::key(const char* what, int member) const {
 }
 
 void StoreBoard::await_all() {
-  const auto deadline = SteadyClock::now() + options_.timeout;
+  const auto deadline = Clock::now() + options_.timeout;
   const auto all_are_there = [this](DeadlineStore& store) { return store.check(polled_); };
   while (!options_.store->ask(all_are_there)) {
-    if (SteadyClock::now() > deadline) {
+    if (Clock::now() > deadline) {
       throw CommError(fmt::format("not all ranks have constructed Elastic within {} s", options_.timeout.count()));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -166,7 +165,7 @@ std::chrono::milliseconds StoreBoard::beat_every() const {
 }
 
 void StoreBoard::run() {
-  auto next_beat = SteadyClock::now();
+  auto next_beat = Clock::now();
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, interval(), [this] { return stop_; }) && !is_lost()) {
     lock.unlock();
@@ -174,8 +173,8 @@ void StoreBoard::run() {
     try {
       learn_others();
       changed = tell();
-      if (SteadyClock::now() >= next_beat) {
-        next_beat = SteadyClock::now() + beat_every();
+      if (Clock::now() >= next_beat) {
+        next_beat = Clock::now() + beat_every();
         const std::lock_guard writes(own_.mutex);
         store_set(options_.store->once(), key("beat", self_), fmt::format("{} {}", ++own_.beats, own_.changes));
       }
@@ -237,7 +236,7 @@ bool StoreBoard::hear() {
     auto& seen = at(member);
     const std::string beat(values[i].begin(), values[i].end());
     if (std::exchange(seen.beat, beat) != beat) {
-      seen.moved = SteadyClock::now();
+      seen.moved = Clock::now();
       heard_.at(seen.host).restart();
     }
     std::istringstream in(beat);
@@ -265,7 +264,7 @@ bool StoreBoard::ask_launchers() {
     const bool alone = std::none_of(others_.begin(), others_.end(), [&](int other) {
       return other != member && at(other).host == at(member).host && !gone(other);
     });
-    const bool quiet = SteadyClock::now() - at(member).moved > 2 * beat_every();
+    const bool quiet = Clock::now() - at(member).moved > 2 * beat_every();
     if (gone(member) || !(alone || quiet) || !has_ended(member)) continue;
     take(member, read_last(member), /*ended=*/true);
     changed = true;

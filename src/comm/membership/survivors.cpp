@@ -14,11 +14,10 @@
 #include "comm/membership/patience.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/wait.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
-
-using SteadyClock = std::chrono::steady_clock;
 
 Survivors::Survivors(const Group& group) : group_(group), world_(state_of(group)->world), watch_(world_->watch) {
   if (!watch_) throw UsageError("the world of this group is not that of an elastic job");
@@ -67,7 +66,7 @@ void Survivors::wait(const std::string& what, const std::function<bool()>& done,
     if (enough && patience.over(turn_to_kill(place))) end_stragglers(owed);
   };
   const auto awaited = [&] { return in_words(debtors(late)); };
-  wait_until_then(what, done, SteadyClock::time_point::max(), awaited, look);
+  wait_until_then(what, done, Clock::time_point::max(), awaited, look);
 }
 
 std::map<int, int> Survivors::debtors(const std::function<bool(int rank)>& late) const {
@@ -100,17 +99,16 @@ std::string Survivors::in_words(const std::map<int, int>& owed) const {
 
 bool Survivors::wait_in_time(const std::string& what, const std::function<bool()>& done) const {
   const auto limit = state_of(group_)->progress->timeout_ms.load();
-  const auto end = limit > 0 ? SteadyClock::now() + std::chrono::milliseconds(limit) : SteadyClock::time_point::max();
+  const auto end = limit > 0 ? Clock::now() + std::chrono::milliseconds(limit) : Clock::time_point::max();
   return wait_until_then(what, done, end, [] { return "other ranks"; });
 }
 
-bool Survivors::wait_until_then(const std::string& what, const std::function<bool()>& done,
-                                std::chrono::steady_clock::time_point end, const std::function<std::string()>& awaited,
-                                const std::function<void()>& look) const {
+bool Survivors::wait_until_then(const std::string& what, const std::function<bool()>& done, Clock::time_point end,
+                                const std::function<std::string()>& awaited, const std::function<void()>& look) const {
   constexpr auto slice = std::chrono::milliseconds(100);
   Patience patience(std::chrono::seconds(world_->options.timeout_seconds), std::chrono::seconds(1));
   while (!shm::wait_until(*world_->memory, shm::cores_suffice(world_->local_size), slice, done)) {
-    if (SteadyClock::now() > end) return false;
+    if (Clock::now() > end) return false;
     if (look) look();
     try {
       if (world_->options.while_waiting) world_->options.while_waiting();

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <thread>
 
+#include "shoal/detail/clock.h"
+
 namespace shoal {
 namespace {
 
@@ -122,7 +124,6 @@ bool MpiWork::done() {
 }
 
 bool MpiWork::wait_for(Milliseconds slice, Milliseconds) {
-  using Clock = std::chrono::steady_clock;
   // MPI moves data only while it is called: poll without a pause while data move, then now and again.
   constexpr auto patience = std::chrono::microseconds(500);
   constexpr auto nap = std::chrono::microseconds(50);

@@ -6,10 +6,9 @@
 #include <thread>
 
 #include "base/printable.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
-
-using SteadyClock = std::chrono::steady_clock;
 
 Liveness::Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<shm::HostMemory> memory,
                    int stopped_timeout_seconds)
@@ -52,8 +51,8 @@ std::optional<Fault> Liveness::check(const std::vector<int>& world_ranks) {
     if (state == ProcessState::running) {
       since.reset();
     } else if (!since) {
-      since = SteadyClock::now();
-    } else if (SteadyClock::now() - *since >= stopped_timeout_) {
+      since = Clock::now();
+    } else if (Clock::now() - *since >= stopped_timeout_) {
       return Fault{rank, fmt::format("rank {} (pid {}) has been stopped by a signal for {} s", rank,
                                      peers[rank].process.pid, stopped_timeout_.count())};
     }

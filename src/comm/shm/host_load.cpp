@@ -44,7 +44,7 @@ std::optional<int> runnable_threads(std::string_view loadavg) {
   return threads;
 }
 
-bool HostLoad::crowded(Time now) {
+bool HostLoad::crowded(Clock::time_point now) {
   auto next = next_look_.load(std::memory_order_relaxed);
   const auto count = now.time_since_epoch().count();
   if (count >= next && next_look_.compare_exchange_strong(next, (now + interval).time_since_epoch().count(),

@@ -21,12 +21,11 @@
 #include "comm/shm/wait.h"
 #include "comm/store/authenticated_store.h"
 #include "comm/store/store_gather.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal::shm {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 class SharedMemoryTransport;
 
@@ -188,12 +187,12 @@ class SharedMemoryTransport : public Transport,
   // A message is sent once it lies in this process's memory, which ends with the process: a program may end right after
   // its last message.
   void await_readers() override {
-    const auto deadline = SteadyClock::now() + std::chrono::seconds(10);
+    const auto deadline = Clock::now() + std::chrono::seconds(10);
     const auto settled = [this] {
       const std::lock_guard lock(mutex_);
       return failure_ != nullptr || mailboxes_.all_read();
     };
-    while (!settled() && SteadyClock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    while (!settled() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
   // Rethrows the error that stopped the group.
@@ -226,14 +225,14 @@ class SharedMemoryTransport : public Transport,
   // Waits until no rank uses the tensors of others any more, for 2 s at most: one may be stopped. One that has ended is
   // not waited for.
   void await_users() {
-    const auto deadline = SteadyClock::now() + std::chrono::seconds(2);
+    const auto deadline = Clock::now() + std::chrono::seconds(2);
     const auto used = [this](int rank) {
       const std::lock_guard lock(mutex_);
       return !given_up_ && group_.control.use(rank).in_place.load() != 0;  // given up, the block may be freed
     };
     for (int rank = 0; rank < group_.size; ++rank) {
       const auto& peer = group_.peers[rank];
-      while (peer && used(rank) && !peer->gone() && SteadyClock::now() < deadline) {
+      while (peer && used(rank) && !peer->gone() && Clock::now() < deadline) {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
     }
@@ -333,13 +332,13 @@ std::byte* open_block(const WorldState& world, PeerMemory& memory, const Place& 
 // The others can open rank 0's memory only while rank 0 lives, and a program may end right after it has begun.
 void await_others(const WorldState& world, const ControlLayout& control, const std::string& name,
                   const std::vector<int>& world_ranks, Milliseconds limit) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
+  const auto deadline = Clock::now() + limit;
   WhileWaiting while_waiting(world.options.while_waiting);
   while (control.block().opened.load() < world_ranks.size()) {
     if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
     if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
     while_waiting.look();
-    if (std::chrono::steady_clock::now() > deadline) {
+    if (Clock::now() > deadline) {
       throw CommError(fmt::format("not all ranks opened the shared memory of group '{}' within {} s", name,
                                   std::chrono::duration<double>(limit).count()));
     }

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
+#include "shoal/detail/clock.h"
+
 namespace shoal::shm {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 void pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -27,22 +27,22 @@ bool cores_suffice(int ranks) {
 
 bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit,
                 const std::function<bool()>& finished) {
-  const auto start = SteadyClock::now();
+  const auto start = Clock::now();
   const bool spins = may_spin && !memory.host_load().crowded(start);
   const auto spin_end = start + (spins ? std::min(limit, memory.spin_limit().now()) : std::chrono::nanoseconds(0));
   do {
     memory.poll();
     if (finished()) return true;
     for (int i = 0; i < 16; ++i) pause_briefly();
-  } while (SteadyClock::now() < spin_end);
+  } while (Clock::now() < spin_end);
   while (true) {
     const auto seen = memory.bell();
     memory.prepare_sleep();
     memory.poll();
-    const auto left = start + limit - SteadyClock::now();
+    const auto left = start + limit - Clock::now();
     if (finished() || left.count() <= 0) {
       memory.cancel_sleep();
-      if (spins) memory.spin_limit().slept(SteadyClock::now() - start);
+      if (spins) memory.spin_limit().slept(Clock::now() - start);
       return finished();
     }
     memory.sleep(seen, left);

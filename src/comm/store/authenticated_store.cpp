@@ -6,11 +6,10 @@
 #include <string_view>
 
 #include "base/printable.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::seconds time_to_overwrite(5);
 
@@ -52,8 +51,7 @@ bool AuthenticatedStore::genuine(const std::string& key, std::vector<uint8_t> va
   const std::lock_guard lock(mutex_);
   if (good) {
     forged_since_.erase(key);
-  } else if (SteadyClock::now() - forged_since_.try_emplace(key, SteadyClock::now()).first->second >
-             time_to_overwrite) {
+  } else if (Clock::now() - forged_since_.try_emplace(key, Clock::now()).first->second > time_to_overwrite) {
     throw forgery_of(key);
   }
   return good;

@@ -14,10 +14,9 @@
 
 #include "base/start_thread.h"
 #include "comm/store/store_lost.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
-
-using SteadyClock = std::chrono::steady_clock;
 
 StoreUnreachable no_answer(const std::string& name, std::chrono::milliseconds limit) {
   return StoreUnreachable(
@@ -192,10 +191,10 @@ void DeadlineStore::wait(const std::vector<std::string>& keys) {
 }
 
 void DeadlineStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
-  const auto deadline = SteadyClock::now() + timeout;
+  const auto deadline = Clock::now() + timeout;
   constexpr std::chrono::microseconds longest(10'000);
   for (std::chrono::microseconds pause(200); !check(keys); pause = std::min(2 * pause, longest)) {
-    if (SteadyClock::now() > deadline) {
+    if (Clock::now() > deadline) {
       C10_THROW_ERROR(DistStoreError,
                       fmt::format("nobody has set {} in the store at {} within {} s", fmt::join(keys, ", "), name_,
                                   std::chrono::duration<double>(timeout).count()));

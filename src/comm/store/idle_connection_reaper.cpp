@@ -15,11 +15,10 @@
 
 #include "base/start_thread.h"
 #include "comm/rendezvous/socket.h"
+#include "shoal/detail/clock.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::seconds time_to_ask(10);
 constexpr std::chrono::milliseconds between_rounds(1000);
@@ -78,10 +77,10 @@ IdleConnectionReaper::~IdleConnectionReaper() {
 }
 
 void IdleConnectionReaper::run(int port) const {
-  std::map<std::string, SteadyClock::time_point> since;  // by peer address
+  std::map<std::string, Clock::time_point> since;  // by peer address
   while (!ended_) {
-    const auto now = SteadyClock::now();
-    std::map<std::string, SteadyClock::time_point> still;
+    const auto now = Clock::now();
+    std::map<std::string, Clock::time_point> still;
     for (const int number : open_files()) {
       if (!is_at(port, number)) continue;
       // A duplicate, so that the descriptor stays valid if the server closes its own meanwhile.

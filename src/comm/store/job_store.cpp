@@ -22,12 +22,11 @@
 #include "comm/store/authenticated_store.h"
 #include "comm/store/store.h"
 #include "comm/store/store_server.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr int limit_of_calls = 2;        // seconds
 constexpr const char* generation = "0";  // of the ranks: this launcher does not start a job again
@@ -216,7 +215,7 @@ struct JobStore::State {
   bool all_ended = false;
   bool others_over = false;
   bool told_to_leave = false;
-  std::optional<SteadyClock::time_point> leaves;
+  std::optional<Clock::time_point> leaves;
   bool stop = false;
   std::thread thread;
 };
@@ -283,8 +282,8 @@ JobStore::Terms JobStore::find(const std::string& address, int port, const JobId
           fmt::format("the job at {}:{} has a secret: set its SHOAL_SECRET on this host, too", address, port));
     }
     std::optional<std::string> text;
-    const auto deadline = SteadyClock::now() + std::chrono::seconds(timeout_seconds);
-    while (!(text = store_try_get(*store, open_key)) && SteadyClock::now() < deadline) {
+    const auto deadline = Clock::now() + std::chrono::seconds(timeout_seconds);
+    while (!(text = store_try_get(*store, open_key)) && Clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
     Terms open;
@@ -359,8 +358,8 @@ bool JobStore::has_joined(int number, bool wait) {
   std::unique_lock lock(state_->mutex);
   const auto before = state_->looks;
   const auto known = [&] { return state_->joined.contains(number) || state_->looks > before + 1; };
-  const auto end = SteadyClock::now() + std::chrono::seconds(2 * limit_of_calls);
-  while (wait && !known() && SteadyClock::now() < end) {
+  const auto end = Clock::now() + std::chrono::seconds(2 * limit_of_calls);
+  while (wait && !known() && Clock::now() < end) {
     state_->hurry = true;
     state_->changed.notify_all();
     state_->answered.wait_for(lock, std::chrono::milliseconds(100), known);
@@ -376,14 +375,14 @@ std::vector<int> JobStore::overdue() const {
 void JobStore::leave() {
   state_->report({key_of("left", state_->node), "left", false});
   const std::lock_guard lock(state_->mutex);
-  state_->leaves = SteadyClock::now();
+  state_->leaves = Clock::now();
 }
 
 bool JobStore::may_end() const {
   const std::lock_guard lock(state_->mutex);
   if (state_->nodes == 1) return true;
   if (state_->server) return state_->others_over && state_->told_to_leave;
-  return state_->told_to_leave || SteadyClock::now() > *state_->leaves + limit_to_leave;
+  return state_->told_to_leave || Clock::now() > *state_->leaves + limit_to_leave;
 }
 
 }  // namespace shoal

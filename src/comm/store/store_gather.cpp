@@ -9,11 +9,10 @@
 #include "base/printable.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/store_lost.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
-
-using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
@@ -32,7 +31,7 @@ void tell_later_ranks(c10d::Store& store, const std::string& key, const std::str
 // The store has ended with the process that held it, which may have been rank 0.
 [[noreturn]] void throw_end_of_store(const WorldState& world, std::vector<int> world_ranks, const StoreLost& error) {
   world_ranks.push_back(0);
-  for (const auto deadline = SteadyClock::now() + std::chrono::seconds(1); SteadyClock::now() < deadline;) {
+  for (const auto deadline = Clock::now() + std::chrono::seconds(1); Clock::now() < deadline;) {
     if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
     if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -55,7 +54,7 @@ std::vector<std::string> gather(const WorldState& world, const std::string& topi
   store_set(store, key(rank), own);
   std::vector<std::string> keys;
   for (size_t other = 0; other < world_ranks.size(); ++other) keys.push_back(key(other));
-  const auto deadline = SteadyClock::now() + limit;
+  const auto deadline = Clock::now() + limit;
   for (int attempt = 0; !store.check(keys); ++attempt) {
     if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
     if (attempt % 100 == 99) {
@@ -82,7 +81,7 @@ std::vector<std::string> gather(const WorldState& world, const std::string& topi
                         late);
       }
     }
-    if (SteadyClock::now() > deadline) {
+    if (Clock::now() > deadline) {
       const auto late = absent();
       if (late.empty()) continue;  // it has come just now
       const auto seconds = std::chrono::duration<double>(limit).count();

@@ -16,12 +16,11 @@
 #include "comm/store/authenticated_store.h"
 #include "comm/store/idle_connection_reaper.h"
 #include "comm/store/store.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 SocketAddress resolve_master(const std::string& host, int port, std::chrono::seconds limit = {}) {
   try {
@@ -33,11 +32,11 @@ SocketAddress resolve_master(const std::string& host, int port, std::chrono::sec
 }
 
 // Bounded by the deadline, because packets to a missing host may be dropped silently.
-bool somebody_listens(const SocketAddress& address, SteadyClock::time_point deadline) {
+bool somebody_listens(const SocketAddress& address, Clock::time_point deadline) {
   const auto socket = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
   if (connect_to(socket, address)) return true;
   if (errno != EINPROGRESS) return false;
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - SteadyClock::now());
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
   pollfd wait{socket.number(), POLLOUT, 0};
   if (poll(&wait, 1, static_cast<int>(std::max<int64_t>(0, left.count()))) != 1) return false;
   int error = 0;
@@ -49,7 +48,7 @@ bool somebody_listens(const SocketAddress& address, SteadyClock::time_point dead
 void require_reachable(const Descriptor& listening, const std::string& host) {
   constexpr std::chrono::seconds patience(3);
   const auto address = own_address(listening);
-  if (somebody_listens(address, SteadyClock::now() + patience)) return;
+  if (somebody_listens(address, Clock::now() + patience)) return;
   throw UsageError(
       fmt::format("this host does not reach its own address {}:{}; if that is the loopback interface, bring it up: ip "
                   "link set lo up",
@@ -106,7 +105,7 @@ std::string job_claim(const JobIdentity& job) {
 
 StorePtr connect_store(const std::string& address, int port, int timeout_seconds, const JobIdentity& job) {
   const std::chrono::seconds limit(timeout_seconds);
-  const auto deadline = SteadyClock::now() + limit;
+  const auto deadline = Clock::now() + limit;
   // The name of a host that has just started may not be known yet, as that of rank 0's pod.
   std::string unresolved;
   const auto listens = [&] {
@@ -120,7 +119,7 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
     }
   };
   while (!listens()) {
-    if (SteadyClock::now() > deadline) {
+    if (Clock::now() > deadline) {
       if (!unresolved.empty()) throw UsageError(fmt::format("{} (tried for {} s)", unresolved, timeout_seconds));
       throw CommError(
           fmt::format("no server at {}:{} after {} s: rank 0 did not start, its host is unreachable, or MASTER_ADDR "
@@ -129,7 +128,7 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  const auto left = std::max(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - SteadyClock::now()),
+  const auto left = std::max(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()),
                              std::chrono::milliseconds(1000));
   std::optional<c10::intrusive_ptr<c10d::Store>> store;
   try {

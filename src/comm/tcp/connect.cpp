@@ -15,12 +15,11 @@
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/authenticated_store.h"
 #include "comm/store/store_gather.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal::tcp {
 namespace {
-
-using Time = std::chrono::steady_clock;
 
 // First on a connection, from the caller.
 struct Hello {
@@ -46,7 +45,7 @@ class CallTo {
 
   // Whether the hello is sent. std::runtime_error if the rank cannot be reached.
   bool advance(const JobIdentity& job) {
-    if (Time::now() < next_call_) return false;
+    if (Clock::now() < next_call_) return false;
     if (!socket_.open()) {
       socket_ = connect_to(place_);
       handshake_.emplace(job, Handshake::Side::caller, hello_.key);
@@ -62,9 +61,9 @@ class CallTo {
       if (sent >= 0 || came_too_early()) return false;
     }
     constexpr std::chrono::seconds time_to_be_heard(15);
-    if (Time::now() - first_call_ > time_to_be_heard) throw std::runtime_error(place_ + " does not answer");
+    if (Clock::now() - first_call_ > time_to_be_heard) throw std::runtime_error(place_ + " does not answer");
     socket_ = Descriptor();
-    next_call_ = Time::now() + std::chrono::milliseconds(20);
+    next_call_ = Clock::now() + std::chrono::milliseconds(20);
     return false;
   }
 
@@ -79,8 +78,8 @@ class CallTo {
   Descriptor socket_;
   std::optional<Handshake> handshake_;
   size_t sent_ = 0;  // of the hello
-  Time::time_point first_call_ = Time::now();
-  Time::time_point next_call_{};
+  Clock::time_point first_call_ = Clock::now();
+  Clock::time_point next_call_{};
 };
 
 // Connection from a rank, or from a stranger.
@@ -107,7 +106,7 @@ class CallFrom {
 
   bool over() const {
     constexpr std::chrono::seconds time_to_greet(10);
-    return ended_ || Time::now() - came_ > time_to_greet;
+    return ended_ || Clock::now() - came_ > time_to_greet;
   }
   pollfd awaits() const { return {socket_.number(), POLLIN, 0}; }
   Descriptor take() { return std::move(socket_); }
@@ -118,7 +117,7 @@ class CallFrom {
   Hello hello_;
   size_t got_ = 0;
   bool ended_ = false;
-  Time::time_point came_ = Time::now();
+  Clock::time_point came_ = Clock::now();
 };
 
 // Each rank calls those before it.
@@ -154,12 +153,12 @@ class Connecting {
       const auto key = number_in<uint64_t>(place.substr(blank + 1), gathered_key(world_, topic, other));
       calls_[other].emplace(place.substr(0, blank), key, rank_);
     }
-    const auto deadline = Time::now() + limit_;
-    auto next_look = Time::now();
+    const auto deadline = Clock::now() + limit_;
+    auto next_look = Clock::now();
     while (!advance()) {
-      if (Time::now() > next_look) {
+      if (Clock::now() > next_look) {
         look_at_peers(deadline);
-        next_look = Time::now() + std::chrono::milliseconds(100);
+        next_look = Clock::now() + std::chrono::milliseconds(100);
       }
       wait();
     }
@@ -227,11 +226,11 @@ class Connecting {
     }
   }
 
-  void look_at_peers(Time::time_point deadline) const {
+  void look_at_peers(Clock::time_point deadline) const {
     if (world_.watch && world_.watch->raised()) throw CommError(world_.watch->why());
     if (const auto fault = world_.liveness->check(world_ranks_)) throw CommError(fault->text);
     if (world_.options.while_waiting) world_.options.while_waiting();
-    if (Time::now() < deadline) return;
+    if (Clock::now() < deadline) return;
     for (int other = 0; other < static_cast<int>(links_.size()); ++other) {
       if (other == rank_ || links_[other]) continue;
       throw CommError(

@@ -16,6 +16,7 @@
 #include "comm/rendezvous/world_state.h"
 #include "comm/tcp/connect.h"
 #include "comm/tcp/operations.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -23,8 +24,6 @@ namespace {
 
 using tcp::Collective;
 using tcp::Message;
-
-using SteadyClock = std::chrono::steady_clock;
 
 class TcpTransport;
 
@@ -153,15 +152,15 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
 
   void run() {
     constexpr std::chrono::seconds interval(1);
-    auto next_look = SteadyClock::now() + interval;
+    auto next_look = Clock::now() + interval;
     while (true) {
       const auto ready = operations_.poller().wait(interval);
       const Change change(*this);
       if (ending_) return;
       operations_.move(ready);
-      if (SteadyClock::now() >= next_look) {
+      if (Clock::now() >= next_look) {
         operations_.look_at_peers(longest_silence);
-        next_look = SteadyClock::now() + interval;
+        next_look = Clock::now() + interval;
       }
       operations_.advance();
     }

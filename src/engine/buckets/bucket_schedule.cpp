@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <thread>
 
+#include "shoal/detail/clock.h"
+
 namespace shoal {
 namespace {
-
-using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds between_looks(50);
 
@@ -40,8 +40,8 @@ std::optional<size_t> BucketSchedule::take_back(bool all) {
 
 void BucketSchedule::await_oldest(std::chrono::microseconds limit) {
   if (back_ == next_ || !may_wait_) return;
-  const auto until = SteadyClock::now() + limit;
-  while (!sums_[back_].work.done() && SteadyClock::now() < until) std::this_thread::sleep_for(between_looks);
+  const auto until = Clock::now() + limit;
+  while (!sums_[back_].work.done() && Clock::now() < until) std::this_thread::sleep_for(between_looks);
 }
 
 size_t BucketSchedule::most_spare(bool one_more) const {
@@ -51,9 +51,9 @@ size_t BucketSchedule::most_spare(bool one_more) const {
 
 bool BucketSchedule::comes_in_time(Work& work) {
   if (!limits_.patience) return true;  // unlimited wait
-  const auto until = SteadyClock::now() + *limits_.patience;
+  const auto until = Clock::now() + *limits_.patience;
   while (may_wait_ && !work.done()) {
-    may_wait_ = SteadyClock::now() < until;
+    may_wait_ = Clock::now() < until;
     std::this_thread::sleep_for(between_looks);
   }
   return work.done();

@@ -2,10 +2,10 @@
 // Clock of a step's parts, in sampled steps.
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <optional>
 
+#include "shoal/detail/clock.h"
 #include "shoal/telemetry.h"
 
 namespace shoal {
@@ -23,8 +23,6 @@ class StepClock {
   void write_to(LoggingData& data) const;
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   std::array<std::optional<Clock::time_point>, events> times_;
   int64_t steps_ = 0;
   StepTimes last_;
