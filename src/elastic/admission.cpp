@@ -47,7 +47,7 @@ Admission::Admission(ElasticParts& parts, const JoinTerms& terms, const ElasticO
 
 std::vector<size_t> Admission::learnt_order() const {
   const auto* reducer = parts_.reducer();
-  const auto learnt = reducer != nullptr ? reducer->learnt_order() : std::nullopt;
+  const auto learnt = reducer != nullptr ? reducer->order().learnt() : std::nullopt;
   return learnt ? learnt->order : std::vector<size_t>();
 }
 

@@ -30,7 +30,7 @@ struct WithBuckets {
   }
   Plan members() const {
     Plan plan;
-    for (const auto& bucket : buckets->all()) plan.push_back(bucket.members());
+    for (const auto& bucket : *buckets) plan.push_back(bucket.members());
     return plan;
   }
 

@@ -32,6 +32,7 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
     buckets_.emplace_back(gradients_, members, group_, plan_, !apart);
   }
   mark_last();
+  if (builds_ == 1) first_bytes_ = bytes();
   // Allocating and freeing shared memory takes about as long as a small model's whole step.
   constexpr int64_t small_bytes = 8 << 20;
   int64_t transient_bytes = 0;
@@ -48,6 +49,33 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
     trailer_ = StepTrailer(all, group_.allocate(StepTrailer::numel(all.size()), dtype));
   }
   return old;
+}
+
+std::vector<at::Tensor> BucketSet::parameters_of(const Bucket& bucket) const {
+  std::vector<at::Tensor> list;
+  for (const auto member : bucket.members()) list.push_back(gradients_[member].parameter);
+  return list;
+}
+
+std::vector<Range> BucketSet::owners_of(const Bucket& bucket, int ranks) const {
+  std::vector<Range> owners;
+  for (int rank = 0; rank < ranks; ++rank) owners.push_back(plan_.kept(bucket, rank));
+  return owners;
+}
+
+std::vector<std::vector<std::string>> BucketSet::names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const auto& bucket : buckets_) {
+    auto& list = names.emplace_back();
+    for (const auto member : bucket.members()) list.push_back(gradients_[member].name);
+  }
+  return names;
+}
+
+std::vector<int64_t> BucketSet::bytes() const {
+  std::vector<int64_t> list;
+  for (const auto& bucket : buckets_) list.push_back(bucket.sparse() ? 0 : bucket.layout().bytes());
+  return list;
 }
 
 // Gives transient buckets memory of one size, so that each of them can use what another has left. The part that a

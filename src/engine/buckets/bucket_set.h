@@ -1,6 +1,7 @@
 #pragma once
 // Set of a reducer's buckets: where each gradient lies, which buckets are reduced, and the memory that they share.
 
+#include <string>
 #include <vector>
 
 #include "engine/buckets/bucket.h"
@@ -26,13 +27,23 @@ class BucketSet {
   // How often they have been built.
   int64_t builds() const { return builds_; }
 
-  const std::vector<Bucket>& all() const { return buckets_; }
+  std::vector<Bucket>::const_iterator begin() const { return buckets_.begin(); }
+  std::vector<Bucket>::const_iterator end() const { return buckets_.end(); }
   const std::vector<Place>& places() const { return places_; }
   size_t size() const { return buckets_.size(); }
   Bucket& operator[](size_t index) { return buckets_[index]; }
   const Bucket& operator[](size_t index) const { return buckets_[index]; }
   Bucket& of(size_t gradient) { return buckets_[places_[gradient].bucket]; }
   const Bucket& of(size_t gradient) const { return buckets_[places_[gradient].bucket]; }
+  std::vector<at::Tensor> parameters_of(const Bucket& bucket) const;
+  // The range of a bucket that each of the first `ranks` ranks keeps.
+  std::vector<Range> owners_of(const Bucket& bucket, int ranks) const;
+
+  // By bucket: names of the parameters, and bytes. first_bytes(): when they were built first.
+  std::vector<std::vector<std::string>> names() const;
+  std::vector<int64_t> bytes() const;
+  const std::vector<int64_t>& first_bytes() const { return first_bytes_; }
+
   // The step's trailer, if it is reduced apart from the buckets; undefined if it rides in them.
   StepTrailer& trailer() { return trailer_; }
   const StepTrailer& trailer() const { return trailer_; }
@@ -68,6 +79,7 @@ class BucketSet {
   const ReductionPlan& plan_;
   std::vector<Bucket> buckets_;
   int64_t builds_ = 0;
+  std::vector<int64_t> first_bytes_;
   std::vector<Place> places_;  // by gradient
   std::vector<bool> frozen_;   // by gradient
   StepTrailer trailer_;

@@ -122,7 +122,7 @@ Carried carried_by(const std::vector<Reducer*>& reducers) {
   Carried carried;
   auto orders = Json::array();
   for (const auto* reducer : reducers) {
-    const auto learnt = reducer->learnt_order();
+    const auto learnt = reducer->order().learnt();
     orders.push_back(learnt ? Json{{"order", learnt->order}, {"from", learnt->from}} : Json());
   }
   carried.values[orders_entry] = std::move(orders);

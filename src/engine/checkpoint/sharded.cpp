@@ -46,7 +46,7 @@ void ShardedSource::begin_load(const CarriedStates& past) {
   for (const auto& module : modules()) {
     module->wait_all();
     // Loaded parameters may be sent from the memory of the sums, and a loaded scaler has another scale.
-    module->reducer().spoil_sums(
+    module->reducer().sums().spoil(
         "is from before a checkpoint was loaded: drop it with zero_grad() before the next backward or step()");
   }
   CheckpointSource::begin_load(past);

@@ -79,7 +79,8 @@ class EarlierSums {
   // Leaves that as a sum, for an object that replaces the one that had it and does not have its values: such a sum can
   // only be dropped or zeroed. why: see spoil().
   void leave(size_t gradient, Remains remains, const std::string& why);
-  // Whether this rank's bucket holds a part of a sum.
+  // Whether this rank's bucket holds a part of a sum. After Reducer::prepare_sums() false means that no rank used the
+  // gradient, or that it was dropped.
   bool has_part(size_t gradient) const { return where_[gradient] == Where::part; }
   // Whether put_back() or write_zeroes() has anything to write.
   bool unsettled() const;
@@ -92,7 +93,7 @@ class EarlierSums {
 
   // Makes the sums in buckets unusable until they are dropped or zeroed; with `add_only`, only for adding. why: ends
   // the error "the gradient of parameter p ...".
-  void spoil(std::string why, bool add_only);
+  void spoil(std::string why, bool add_only = false);
   // UsageError if a sum is unusable.
   void require_usable() const;
   // UsageError if a sum cannot be added to.

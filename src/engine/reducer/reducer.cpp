@@ -51,6 +51,7 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       last_(gradients_.size()),
       accumulated_(gradients_, buckets_,
                    {options.gradient_as_bucket_view, options.about_sums, reduction_->plan().everywhere()}),
+      delivery_(gradients_, buckets_, group_, reduction_->plan(), accumulated_, options.leave_grad),
       tracker_(gradients_,
                {.find_unused_parameters = options.find_unused_parameters,
                 .static_graph = options.static_graph,
@@ -59,7 +60,9 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
                 .splits = (options.find_unused_parameters || options.accept_unused) && !options.static_graph &&
                           !options.consumer},
                *this) {
-  if (options_.consumer) spent_.emplace(gradients_, options_.name_of_consumer, options_.about_sums);
+  if (options_.consumer) {
+    consumed_.emplace(gradients_, buckets_, *options_.consumer, options_.name_of_consumer, options_.about_sums);
+  }
   build_as_registered();
 }
 
@@ -68,7 +71,6 @@ void Reducer::build_as_registered() {
   std::vector<size_t> order(gradients_.size());
   std::iota(order.rbegin(), order.rend(), 0);
   build(order);
-  first_bucket_bytes_ = bucket_bytes();
 }
 
 void Reducer::build(const std::vector<size_t>& order) {
@@ -103,7 +105,7 @@ void Reducer::arrived(size_t gradient) {
 // Reads what the caller did to gradients since the last backward.
 void Reducer::adopt_changes() {
   if (running() && step_->given_up) return accumulated_.sums().adopt_changes();  // its buckets are still being summed
-  if (spent_) spent_->clear();
+  if (consumed_) consumed_->clear();
   accumulated_.adopt_changes();
 }
 
@@ -143,7 +145,7 @@ void Reducer::begin_backward() {
 void Reducer::begin_step(Step::From from) {
   if (order_.due()) build(order_.agree(group_, gradients_.size(), steps_));
   if (from == Step::From::backward) clock_.mark(StepClock::backward_begins, steps_);
-  const bool early = options_.consumer && !options_.consumer->needs_all() && knows_means_early();
+  const bool early = consumed_ && consumed_->come_early();
   tracker_.enter(BackwardTracker::Phase::running);
   step_.emplace(from, buckets_, options_.limits, last_.same_on_all);
   step_->early = early;

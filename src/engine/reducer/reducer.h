@@ -10,8 +10,8 @@
 #include "engine/buckets/bucket_order.h"
 #include "engine/gradients/accumulated_gradients.h"
 #include "engine/gradients/backward_tracker.h"
-#include "engine/gradients/spent_gradients.h"
-#include "engine/reducer/gradient_consumer.h"
+#include "engine/reducer/consumed_gradients.h"
+#include "engine/reducer/gradient_delivery.h"
 #include "engine/reducer/gradient_reduction.h"
 #include "engine/reducer/step.h"
 #include "engine/reducer/step_clock.h"
@@ -104,24 +104,15 @@ class Reducer final : private BackwardListener {
   // Backward of a loss that is a sum over `weight` samples; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 
-  // Drops the sums, as zero_grad() does.
-  void drop_sums() { accumulated_.sums().drop_all(); }
+  // Sums that earlier steps left.
+  EarlierSums& sums() { return accumulated_.sums(); }
+  const EarlierSums& sums() const { return accumulated_.sums(); }
   // Call between steps, before an optimizer reads the sums (Bucket::kept): applies what the caller did to grad(), and
   // takes a gradient that the caller set as the sum. UsageError, naming `who`, for gradients that ranks have not
   // summed.
   void prepare_sums(const std::string& who);
   // UsageError if micro-batches have left gradients that no reduction has had yet.
   void require_none_local(const std::string& who);
-  // Whether a sum exists, after prepare_sums(). False: no rank used the gradient, or it was dropped.
-  bool has_sum(size_t gradient) const { return accumulated_.sums().has_part(gradient); }
-  // See EarlierSums.
-  using Remains = EarlierSums::Remains;
-  Remains remains(size_t gradient) const { return accumulated_.sums().remains(gradient); }
-  void leave(size_t gradient, Remains remains, const std::string& why) {
-    accumulated_.sums().leave(gradient, remains, why);
-  }
-  void spoil_sums(std::string why, bool add_only = false) { accumulated_.sums().spoil(std::move(why), add_only); }
-  void require_addable_sums() const { accumulated_.sums().require_addable(); }
   // Enters a step that the peers will finish or wait for; abandon() must follow if this rank does not finish it.
   // Collective once, after the first finished step, when buckets are rebuilt.
   void expect_backward();
@@ -174,7 +165,6 @@ class Reducer final : private BackwardListener {
   // UsageError if a backward after detach() has computed a gradient.
   void require_seen_gradients() const;
 
-  std::vector<std::vector<std::string>> bucket_names() const;
   int64_t step() const { return steps_; }
   // Starts the count at `step`, for a reducer that replaces another.
   void count_from(int64_t step) {
@@ -183,16 +173,11 @@ class Reducer final : private BackwardListener {
   }
   const Group& group() const { return group_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
-  const std::vector<Bucket>& buckets() const { return buckets_.all(); }
-  // How often buckets have been built so far: another number, other buckets.
-  int64_t builds() const { return buckets_.builds(); }
+  const BucketSet& buckets() const { return buckets_; }
   const GradientReduction& reduction() const { return *reduction_; }
-  std::vector<at::Tensor> parameters_of(const Bucket& bucket) const;
-  // The range of a bucket that each of the first `ranks` ranks keeps.
-  std::vector<Range> owners_of(const Bucket& bucket, int ranks) const;
-  // See BucketOrder. Call resume_from() between steps, with the same argument on all ranks.
-  std::optional<BucketOrder::Learnt> learnt_order() const { return order_.learnt(); }
   GradientConsumer* consumer() const { return options_.consumer.get(); }
+  // See BucketOrder. Call resume_from() between steps, with the same argument on all ranks.
+  const BucketOrder& order() const { return order_; }
   void resume_from(const std::optional<BucketOrder::Learnt>& learnt);
 
   // Marks gradients of frozen parameters, the same on all ranks. Buckets with frozen gradients only are not reduced and
@@ -213,9 +198,6 @@ class Reducer final : private BackwardListener {
   // For logging, see LoggingData.
   StepClock& clock() { return clock_; }
   const StepClock& clock() const { return clock_; }
-  const std::vector<int64_t>& first_bucket_bytes() const { return first_bucket_bytes_; }
-  std::vector<int64_t> bucket_bytes() const;
-  bool rebuilt() const { return order_.followed(); }
   std::vector<size_t> unused() const;  // gradients that no rank used in the last step
 
  private:
@@ -250,23 +232,11 @@ class Reducer final : private BackwardListener {
   void build(const std::vector<size_t>& order);
   void build_as_registered();
 
-  // reducer_deliver.cpp: delivery of means, memory of buckets, consumer
+  // reducer_sums.cpp: reduced buckets
   void deliver_all(double weight);
-  void deliver(size_t bucket, double weight);
-  void scale_sum(size_t bucket, double factor);
-  at::Tensor mean_in_sum(size_t gradient) const;
-  void deliver_whole(size_t bucket);
-  void leave_parts(size_t bucket);
-  void deliver_sparse(size_t bucket);
   void release_finished(bool all = false);
   void reuse_memory(size_t gradient);
-  bool knows_means_early() const;
   void take_early(size_t bucket);
-  void take_all();
-  void take(size_t bucket);
-  void leave_spent();
-
-  // reducer_held.cpp: sums held back
   PendingExchange with_held(size_t bucket, PendingExchange sum);
   void hold_back();
 
@@ -292,7 +262,6 @@ class Reducer final : private BackwardListener {
 
   BucketSet buckets_;
   BucketOrder order_;
-  std::vector<int64_t> first_bucket_bytes_;
 
   enum class Weighing { none, under_way, spent };  // spent: a step of the backward with a weight has ended
   Weighing weighing_ = Weighing::none;
@@ -306,8 +275,9 @@ class Reducer final : private BackwardListener {
   int64_t attended_step_ = -1;  // last step for which this rank had a batch
 
   AccumulatedGradients accumulated_;
-  std::optional<SpentGradients> spent_;  // with a consumer
-  BackwardTracker tracker_;              // last member: it calls this object
+  GradientDelivery delivery_;
+  std::optional<ConsumedGradients> consumed_;  // with a consumer
+  BackwardTracker tracker_;                    // last member: it calls this object
 };
 
 }  // namespace shoal

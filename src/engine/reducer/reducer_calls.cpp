@@ -1,4 +1,5 @@
-// Steps that a caller begins or abandons: a weighted backward, a reduction without a backward.
+// Steps that a caller begins or abandons (a weighted backward, a reduction without a backward), and the end of the
+// wrapper.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -165,6 +166,34 @@ void Reducer::resume(const AccumulatedGradients::Left& left) {
   accumulated_.resume(left, [this](const Bucket& bucket) {
     return reduction_->plan().keeps_whole(bucket, reduction_->plan().place(group_.rank()));
   });
+}
+
+std::vector<size_t> Reducer::unused() const {
+  std::vector<size_t> list;
+  for (size_t i = 0; steps_ > 0 && i < gradients_.size(); ++i) {
+    if (!last_.used_anywhere[i]) list.push_back(i);
+  }
+  return list;
+}
+
+void Reducer::detach() {
+  tracker_.detach();
+  callbacks.synchronises = [] { return true; };
+  callbacks.holds_back = [] { return false; };
+  callbacks.before_writing = [] {};
+  callbacks.before_waiting = [] {};
+  callbacks.after_sum = {};
+}
+
+void Reducer::require_seen_gradients() const {
+  if (tracker_.attached()) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!gradients_[i].parameter.grad().defined() || accumulated_.sums().stands_in(i)) continue;
+    throw UsageError(
+        fmt::format("parameter {} has a gradient that ranks have not reduced: the wrapper was destroyed before the "
+                    "backward; keep the wrapper as long as its optimizer trains",
+                    gradients_[i].name));
+  }
 }
 
 }  // namespace shoal

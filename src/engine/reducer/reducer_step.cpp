@@ -61,10 +61,9 @@ void Reducer::finish_step() {
     return;
   }
   if (!step_->early) deliver_all(weight);
-  if (options_.consumer) {
-    if (!step_->early) take_all();
-    options_.consumer->end_step(/*abandoned=*/false);
-    leave_spent();
+  if (consumed_) {
+    if (!step_->early) consumed_->take_all();
+    consumed_->end_step(step_->used_anywhere);
   }
   release_finished();
   if (step_->from != Step::From::caller && !options_.find_unused_parameters && !options_.static_graph &&
@@ -243,7 +242,7 @@ void Reducer::close_abandoned_step() {
   accumulated_.sums().forget_held();
   give_up_gradients(/*in_flight=*/false);
   if (!reduction_->plan().everywhere()) accumulated_.sums().put_back();
-  if (options_.consumer) options_.consumer->end_step(/*abandoned=*/true);
+  if (consumed_) consumed_->abandon_step();
   close_step();
 }
 

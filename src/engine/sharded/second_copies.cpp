@@ -40,7 +40,7 @@ SecondCopies::SecondCopies(const Reducer& reducer)
 }
 
 void SecondCopies::make() {
-  built_ = reducer_.builds();
+  built_ = reducer_.buckets().builds();
   copies_.assign(reducer_.buckets().size(), {});
   sent_.assign(copies_.size(), 0);
   const auto& plan = reducer_.reduction().plan();

@@ -66,7 +66,7 @@ class SecondCopies : public std::enable_shared_from_this<SecondCopies> {
 
   // Whether the copies are those of the reducer's present buckets. A forward may rebuild the buckets; the first message
   // makes new copies.
-  bool of_these_buckets() const { return built_ == reducer_.builds(); }
+  bool of_these_buckets() const { return built_ == reducer_.buckets().builds(); }
   const std::vector<Copy>& of(size_t bucket) const { return copies_[bucket]; }
   // Chains the messages about a bucket to its reduction, which keeps this object.
   PendingExchange follow(PendingExchange sum, size_t bucket, const Label& label);

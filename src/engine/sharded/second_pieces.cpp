@@ -53,7 +53,7 @@ void ShardedModule::complete_second(SecondQuestion question) {
 void ShardedModule::clip_sums(std::vector<at::Tensor> sums, double norm, double max_norm) {
   if (!second_.copies) return clip_to_norm(sums, norm, max_norm);
   for (const auto& piece : second_.pieces) {
-    if (reducer_->has_sum(piece.gradient)) sums.push_back(piece.sum);
+    if (reducer_->sums().has_part(piece.gradient)) sums.push_back(piece.sum);
   }
   second_.copies->change_alike([&] { clip_to_norm(sums, norm, max_norm); });
 }

@@ -257,7 +257,8 @@ bool ShardedOptimizerCore::has_buffered_gradient(const at::Tensor& parameter) co
   for (const auto& module : state().modules) {
     const auto& gradients = module->reducer().gradients();
     for (size_t i = 0; i < gradients.size(); ++i) {
-      if (gradients[i].parameter.is_same(parameter)) return module->reducer().remains(i) == Reducer::Remains::values;
+      if (gradients[i].parameter.is_same(parameter))
+        return module->reducer().sums().remains(i) == EarlierSums::Remains::values;
     }
   }
   return false;

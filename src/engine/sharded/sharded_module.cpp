@@ -89,7 +89,7 @@ bool ShardedModule::shared() const {
 
 void ShardedModule::end() {
   wait_all();
-  reducer_->drop_sums();
+  reducer_->sums().drop_all();
   reducer_->detach();
   ended_ = true;
 }
@@ -162,8 +162,8 @@ void ShardedModule::begin_outdated() {
     const auto& members = reducer_->buckets()[number].members();
     for (size_t piece = 0; piece < awaited.size(); ++piece) {
       const auto& gradient = reducer_->gradients()[members[piece]];
-      const bool rests =
-          !gradient.parameter.requires_grad() && reducer_->remains(members[piece]) == Reducer::Remains::nothing;
+      const bool rests = !gradient.parameter.requires_grad() &&
+                         reducer_->sums().remains(members[piece]) == EarlierSums::Remains::nothing;
       if (!rests) outdated.emplace_back(gradient.name, awaited[piece]);
     }
   }

@@ -178,9 +178,9 @@ class ShardedModule {
   // share_copies().
   std::vector<UpdateTarget> targets(int rank) const;
   // Leaves later backwards to a module that replaces this one. Returns what there was of gradients, and drops them.
-  const std::vector<Reducer::Remains>& retire();
+  const std::vector<EarlierSums::Remains>& retire();
   // Leaves that in place of the former module, whose values are lost.
-  void resume(const std::vector<Reducer::Remains>& remains);
+  void resume(const std::vector<EarlierSums::Remains>& remains);
   // Takes over what the optimizer updates from a module that is divided alike, so that the optimizer's tensors stay.
   void keep_pieces(const ShardedModule& former);
 
@@ -252,7 +252,7 @@ class ShardedModule {
   std::vector<OwnedPiece> pieces_;
   Second second_;
   std::vector<at::Tensor> copies_;  // by bucket: float32 copies of all ranks' elements; undefined: there are none
-  std::vector<Reducer::Remains> remains_;  // of gradients, when this module was retired
+  std::vector<EarlierSums::Remains> remains_;  // of gradients, when this module was retired
   bool lent_ = false;
   bool ended_ = false;
   bool written_ = false;

@@ -105,14 +105,14 @@ std::vector<at::Tensor> ShardedOptimizerCore::State::take_gradients() {
   for (const auto& module : modules) reductions += module->reducer().step();
   const bool again = collected == reductions;  // what has been clipped
   if (collected && !again) {
-    for (const auto& module : modules) module->reducer().require_addable_sums();
+    for (const auto& module : modules) module->reducer().sums().require_addable();
   }
   if (!again) finite.reset();
   collected = reductions;
   std::vector<at::Tensor> list;
   for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
     auto& grad = piece.main.mutable_grad();
-    if (!module.reducer().has_sum(piece.gradient)) {
+    if (!module.reducer().sums().has_part(piece.gradient)) {
       grad.reset();
       return;
     }
@@ -158,7 +158,7 @@ void ShardedOptimizerCore::State::end_step(bool scaled) {
   collected.reset();
   if (!scaled) return;
   for (const auto& module : modules) {
-    module->reducer().spoil_sums(
+    module->reducer().sums().spoil(
         "has been used by a step with a loss scale, which may have changed: drop it with zero_grad() before the next "
         "backward or step()");
   }
@@ -222,7 +222,7 @@ double ShardedOptimizerCore::clip_grad_norm(double max_norm, double norm_type) {
   const torch::NoGradGuard no_grad;
   const auto norm = state().clip(state().unscaled_gradients(scaler()), max_norm, norm_type);
   for (const auto& module : state().modules) {
-    module->reducer().spoil_sums(
+    module->reducer().sums().spoil(
         "has been clipped and has no loss scale any more, so that no other can be added to it: call step(), or drop it "
         "with zero_grad(), before the next backward",
         /*add_only=*/true);

@@ -24,11 +24,11 @@ void ShardedModule::share_copies() {
   std::vector<at::Tensor> copies(gathers_.size());
   for (size_t number = 0; number < gathers_.size(); ++number) {
     const auto& bucket = reducer_->buckets()[number];
-    const auto parameters = reducer_->parameters_of(bucket);
+    const auto parameters = reducer_->buckets().parameters_of(bucket);
     if (std::none_of(parameters.begin(), parameters.end(), has_copy)) continue;
     copies[number] = shard_
                          .allocate_host_shared(bucket.layout().size(), at::TensorOptions(at::kFloat),
-                                               reducer_->owners_of(bucket, shard_.size()))
+                                               reducer_->buckets().owners_of(bucket, shard_.size()))
                          .tensor();
   }
   copies_ = std::move(copies);
@@ -69,21 +69,22 @@ std::vector<UpdateTarget> ShardedModule::targets(int rank) const {
   return list;
 }
 
-const std::vector<Reducer::Remains>& ShardedModule::retire() {
+const std::vector<EarlierSums::Remains>& ShardedModule::retire() {
   if (!remains_.empty()) return remains_;
   reducer_->detach();
   for (size_t i = 0; i < reducer_->gradients().size(); ++i) {
-    remains_.push_back(reducer_->remains(i));
+    remains_.push_back(reducer_->sums().remains(i));
     at::Tensor(reducer_->gradients()[i].parameter).mutable_grad().reset();
   }
   return remains_;
 }
 
-void ShardedModule::resume(const std::vector<Reducer::Remains>& remains) {
+void ShardedModule::resume(const std::vector<EarlierSums::Remains>& remains) {
   for (size_t i = 0; i < remains.size(); ++i) {
-    reducer_->leave(i, remains[i],
-                    "is that of a step before ranks of the elastic job ended, and is lost: drop it with zero_grad() "
-                    "before the next backward or step()");
+    reducer_->sums().leave(
+        i, remains[i],
+        "is that of a step before ranks of the elastic job ended, and is lost: drop it with zero_grad() "
+        "before the next backward or step()");
   }
 }
 

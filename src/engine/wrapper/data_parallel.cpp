@@ -263,7 +263,7 @@ void DataParallelCore::abandon_step() {
 }
 
 std::vector<std::vector<std::string>> DataParallelCore::buckets() const {
-  return state_->reducer->bucket_names();
+  return state_->reducer->buckets().names();
 }
 
 LoggingData DataParallelCore::logging_data() const {

@@ -180,9 +180,9 @@ void add_steps(LoggingData& data, const Reducer& reducer) {
   const auto append = [](std::vector<int64_t>& to, const std::vector<int64_t>& from) {
     to.insert(to.end(), from.begin(), from.end());
   };
-  append(data.first_bucket_bytes, reducer.first_bucket_bytes());
-  append(data.bucket_bytes, reducer.bucket_bytes());
-  data.rebuilt = data.rebuilt || reducer.rebuilt();
+  append(data.first_bucket_bytes, reducer.buckets().first_bytes());
+  append(data.bucket_bytes, reducer.buckets().bytes());
+  data.rebuilt = data.rebuilt || reducer.order().followed();
   data.steps = std::max(data.steps, reducer.step());
   if (const auto* hook = reducer.reduction().hook()) data.communication_hook = hook->name();
   for (const auto number : reducer.unused()) {

@@ -151,7 +151,7 @@ void DistributedDataParallelCore::require_regroupable() const {
 
 void DistributedDataParallelCore::regroup(const Group& group, int64_t step, bool moved) {
   auto& now = state();
-  auto learnt = now.reducer->learnt_order();
+  auto learnt = now.reducer->order().learnt();
   if (learnt) learnt->from = 0;
   // A lone rank had nobody to compare changed parameters with, and those that it goes on with have its values, or it
   // theirs.

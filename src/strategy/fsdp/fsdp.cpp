@@ -213,7 +213,7 @@ std::vector<at::Tensor> FullyShardedCore::summed_gradients() {
   module.reducer().prepare_sums("FullyShardedDataParallel");
   std::vector<at::Tensor> list;
   for (const auto& piece : module.pieces()) {
-    if (module.reducer().has_sum(piece.gradient)) list.push_back(piece.sum);
+    if (module.reducer().sums().has_part(piece.gradient)) list.push_back(piece.sum);
   }
   return list;
 }

@@ -235,8 +235,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
     }
     materialize_and_broadcast(groups, std::move(values), shards.options.sync_module_states, name);
     for (const auto bucket : of_unit) {
-      gathers[bucket] = gather(reducer.parameters_of(buckets[bucket]), buckets[bucket].layout(),
-                               reducer.owners_of(buckets[bucket], shard.size()), name);
+      gathers[bucket] = gather(buckets.parameters_of(buckets[bucket]), buckets[bucket].layout(),
+                               buckets.owners_of(buckets[bucket], shard.size()), name);
       if (!originals.trainable.empty()) keep_own_elements(buckets[bucket], originals.trainable);
     }
     for (auto& list : frozen_of(unit, originals)) {

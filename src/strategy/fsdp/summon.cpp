@@ -64,7 +64,7 @@ void show_gradients(FullyShardedCore::Shards& shards) {
     const auto& gradient = reducer.gradients()[number];
     auto& grad = at::Tensor(gradient.parameter).mutable_grad();
     shards.hold->grads.push_back(grad);
-    if (!reducer.has_sum(number)) continue;
+    if (!reducer.sums().has_part(number)) continue;
     const auto sum = shards.assemble(gradient.parameter, gradient.dtype(), gradient.name,
                                      [](const OwnedPiece& piece) { return piece.sum; });
     if (shards.hold->here) grad = sum.to(gradient.parameter.scalar_type());

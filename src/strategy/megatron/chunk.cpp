@@ -90,11 +90,11 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Sh
                                 std::move(reduction));
   std::vector<std::unique_ptr<ParameterGather>> gathers;
   for (const auto& bucket : reducer->buckets()) {
-    auto parameters = reducer->parameters_of(bucket);
+    auto parameters = reducer->buckets().parameters_of(bucket);
     gathers.push_back(options.reuse_grad_buf_for_param_gather
                           ? gather_in_gradients(groups.shard, std::move(parameters), bucket)
                           : gather_in_parameters(groups.shard, std::move(parameters), bucket.layout(),
-                                                 reducer->owners_of(bucket, groups.shard.size()),
+                                                 reducer->buckets().owners_of(bucket, groups.shard.size()),
                                                  {-1, -1, "parameters of DistributedOptimizer"}));
   }
   auto chunk = std::make_shared<ShardedModule>(groups.shard, std::move(reducer), std::move(gathers),

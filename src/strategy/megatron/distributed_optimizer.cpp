@@ -187,7 +187,7 @@ void DistributedOptimizerCore::complete_gradients() {
 void DistributedOptimizerCore::end_gradients() {
   if (!reduction_->options.reuse_grad_buf_for_param_gather) return;
   for (auto& chunk : state().modules) {
-    chunk->reducer().spoil_sums(
+    chunk->reducer().sums().spoil(
         "has given its memory to the updated parameters (reuse_grad_buf_for_param_gather): drop it with zero_grad() "
         "before the next backward or step()");
   }

@@ -50,9 +50,9 @@ struct OwnedTwice {
   std::vector<int> changed{};     // by buffer, whether the last update may have changed it
   // Of what this rank owns a second time, where the wrapper reduces to owners; nullptr: all ranks have all gradients.
   std::shared_ptr<SecondGradients> gradients{};
-  std::vector<SeenGradient> seen{};         // in the commit, of what this rank owns
-  std::vector<Reducer::Remains> remains{};  // then, with `gradients`
-  bool written = false;                     // the program's values were adopted since the last update
+  std::vector<SeenGradient> seen{};             // in the commit, of what this rank owns
+  std::vector<EarlierSums::Remains> remains{};  // then, with `gradients`
+  bool written = false;                         // the program's values were adopted since the last update
 };
 
 // Ownership by tensor.

@@ -35,10 +35,10 @@ void SecondGradients::take_copies() {
       for (const auto& slice : buckets[number].layout().overlapping(copy.range)) {
         const auto i = buckets[number].members()[slice.piece];
         const auto& parameter = reducer_->gradients()[i].parameter;
-        const auto remains = reducer_->remains(i);
-        if (remains == Reducer::Remains::nothing) continue;
+        const auto remains = reducer_->sums().remains(i);
+        if (remains == EarlierSums::Remains::nothing) continue;
         auto gradient = view_like(copy.sum, slice.in_flat.begin - copy.range.begin, buckets[number].like(slice.piece));
-        if (remains == Reducer::Remains::zeros) gradient.zero_();
+        if (remains == EarlierSums::Remains::zeros) gradient.zero_();
         gradients_[parameter.unsafeGetTensorImpl()] = gradient.to(parameter.scalar_type());
       }
     }
@@ -83,9 +83,9 @@ void SecondGradients::send_again(const std::vector<at::Tensor>& parameters, cons
   for (auto& work : works) work.wait();
 }
 
-std::vector<Reducer::Remains> SecondGradients::remains() const {
-  std::vector<Reducer::Remains> list;
-  for (size_t i = 0; i < reducer_->gradients().size(); ++i) list.push_back(reducer_->remains(i));
+std::vector<EarlierSums::Remains> SecondGradients::remains() const {
+  std::vector<EarlierSums::Remains> list;
+  for (size_t i = 0; i < reducer_->gradients().size(); ++i) list.push_back(reducer_->sums().remains(i));
   return list;
 }
 

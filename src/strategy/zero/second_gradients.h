@@ -30,7 +30,7 @@ class SecondGradients {
   void send_again(const std::vector<at::Tensor>& parameters, const std::vector<int>& owners,
                   const std::vector<int>& second);
   // What there is of each gradient of the wrapper, in grad() or behind the tensor without memory.
-  std::vector<Reducer::Remains> remains() const;
+  std::vector<EarlierSums::Remains> remains() const;
 
  private:
   void take_copies();

@@ -95,7 +95,7 @@ std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owner
   std::vector<int64_t> buckets;
   for (const auto& bucket : reducer.buckets()) {
     int64_t numel = 0;
-    for (const auto& parameter : reducer.parameters_of(bucket)) numel += parameter.numel();
+    for (const auto& parameter : reducer.buckets().parameters_of(bucket)) numel += parameter.numel();
     buckets.push_back(numel);
   }
   const auto [least, most] = std::minmax_element(buckets.begin(), buckets.end());
