@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "base/rank_list.h"
-#include "comm/group/group_state.h"
 #include "comm/group/no_communication.h"
+#include "comm/group/pending_work.h"
 #include "comm/group/readable_inputs.h"
 #include "comm/group/text.h"
 #include "comm/rendezvous/world_state.h"

@@ -1,6 +1,6 @@
 #include "shoal/group.h"
 
-#include "comm/group/group_state.h"
+#include "comm/group/pending_work.h"
 
 namespace shoal {
 
