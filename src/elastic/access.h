@@ -55,8 +55,8 @@ class ElasticAccess {
   static bool commit_over_hosts(Optimizer& optimizer, bool came, const std::function<bool(bool passes)>& decide) {
     return optimizer.commit_over_hosts(came, decide);
   }
-  // Whether each share is updated by two ranks, which share no memory. A rank that has come through prepare_commit()
-  // can then finish its step by itself: allow_update(), step(). No rank needs commit().
+  // Whether each shard has a second owner, with which the first one shares no memory. A rank that has come through
+  // prepare_commit() can then finish its step by itself: allow_update(), step(). No rank needs commit().
   static bool has_second_owners(const Optimizer& optimizer) { return optimizer.has_second_owners(); }
   static void allow_update(Optimizer& optimizer) { optimizer.allow_update(); }
   // Of second owners, behind that step: whole parameters get the updates of all ranks. Collective.

@@ -9,7 +9,7 @@
 #include "base/limits.h"
 #include "comm/rendezvous/world_state.h"
 #include "elastic/elastic_state.h"
-#include "engine/sharded/second_copies.h"
+#include "engine/sharded/second_owner_check.h"
 
 namespace shoal {
 

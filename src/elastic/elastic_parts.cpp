@@ -12,7 +12,7 @@
 #include "comm/membership/first_generation.h"
 #include "elastic/access.h"
 #include "elastic/wrapped_parts.h"
-#include "engine/sharded/second_copies.h"
+#include "engine/sharded/second_owners.h"
 #include "engine/sharded/sharded_state.h"
 #include "optim/state.h"
 #include "shoal/error.h"
@@ -141,7 +141,7 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
 
 bool owners_are_left(const ShardedOptimizerBase& optimizer, const std::vector<int>& ranks) {
   if (!ElasticAccess::has_second_owners(optimizer)) return true;
-  const auto owners = second_owners(hosts_of(ElasticAccess::job(optimizer)));
+  const auto owners = choose_second_owners(hosts_of(ElasticAccess::job(optimizer)));
   const auto leaves = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
   return std::none_of(ranks.begin(), ranks.end(), [&](int rank) { return leaves(owners[static_cast<size_t>(rank)]); });
 }

@@ -11,7 +11,7 @@
 #include "comm/transport/dry_run.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
-#include "engine/sharded/second_copies.h"
+#include "engine/sharded/second_owners.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "module/units.h"
 #include "planning/arrival.h"
@@ -88,7 +88,7 @@ class Planner {
     plan_.plain_step = wrapped_step(arrived, make_hook(compress()));
     plan_.per_step = wrapped_step(arrived, make_started_hook(compress()), /*counts_second=*/true);
     plan_.rebuild.add(static_cast<int64_t>(gradients_.size() * sizeof(int64_t)));
-    add_second_question();
+    add_second_owner_check();
     return plan_;
   }
 
@@ -221,7 +221,7 @@ class Planner {
       if (!plan_.parameters_once) add_broadcasts(ranges, parameters_[members.front()].element_size(), calls);
       add_second_owners(members, layout);
     }
-    add_second_question();
+    add_second_owner_check();
     return calls;
   }
 
@@ -272,7 +272,7 @@ class Planner {
       }
       add_second_owners(members, layout);
     }
-    add_second_question();
+    add_second_owner_check();
     return calls;
   }
 
@@ -307,7 +307,7 @@ class Planner {
   }
 
   // Whether sums have changed since, and what both owners compare: those of whole parameters gradients, too.
-  void add_second_question() {
+  void add_second_owner_check() {
     const auto of_owners = (owns_pieces() ? 2 : 4) * second_.size();
     if (!second_.empty()) plan_.to_second_owners.add(static_cast<int64_t>((6 + of_owners) * sizeof(double)));
   }
@@ -412,7 +412,7 @@ StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, 
   if (elastic && has_second && !one_host && ranks > 1) {
     std::vector<int> host_of;
     for (int rank = 0; rank < ranks; ++rank) host_of.push_back(rank / (ranks / hosts));
-    second = second_owners(host_of);
+    second = choose_second_owners(host_of);
   }
   return Planner(std::move(parts), planned, copies, one_host, std::move(second)).make();
 }

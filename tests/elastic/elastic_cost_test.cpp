@@ -114,7 +114,7 @@ class ElasticSecondOwnerCost : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(All, ElasticSecondOwnerCost, testing::Values("fsdp", "megatron", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
 
-// Each rank holds a third of the model a second time.
+// Each rank is the second owner of a third of the model.
 TEST_P(ElasticSecondOwnerCost, ELA04_second_owners_take_the_memory_and_the_messages_that_plan_says) {
   constexpr int ranks = 3;
   const auto planned = plan(Stack(), optimizer_recipe<FusedAdamW>(1e-3),

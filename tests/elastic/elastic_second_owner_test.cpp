@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "engine/sharded/second_copies.h"
+#include "engine/sharded/second_owners.h"
 #include "tests/elastic/elastic_second.h"
 
 namespace shoal::elastic_second_owner_test {
@@ -24,14 +25,14 @@ using test::rarely_sharded;
 using test::Trained;
 
 TEST(SecondOwners, ELA04_the_second_owner_is_on_the_next_host) {
-  EXPECT_EQ(second_owners({0, 1, 2}), (std::vector<int>{1, 2, 0}));
-  EXPECT_EQ(second_owners({0, 0, 1, 1}), (std::vector<int>{2, 3, 0, 1}));
-  EXPECT_EQ(second_owners({0, 1, 1, 1}), (std::vector<int>{1, 0, 0, 0}));
-  EXPECT_EQ(second_owners({0, 1, 0, 1, 2}), (std::vector<int>{1, 4, 3, 4, 0}));
-  EXPECT_EQ(second_owners({0, 0, 0}), (std::vector<int>{1, 2, 0}));  // of one host
+  EXPECT_EQ(choose_second_owners({0, 1, 2}), (std::vector<int>{1, 2, 0}));
+  EXPECT_EQ(choose_second_owners({0, 0, 1, 1}), (std::vector<int>{2, 3, 0, 1}));
+  EXPECT_EQ(choose_second_owners({0, 1, 1, 1}), (std::vector<int>{1, 0, 0, 0}));
+  EXPECT_EQ(choose_second_owners({0, 1, 0, 1, 2}), (std::vector<int>{1, 4, 3, 4, 0}));
+  EXPECT_EQ(choose_second_owners({0, 0, 0}), (std::vector<int>{1, 2, 0}));  // of one host
 }
 
-// Sums of a rank that is alone, and owns them twice.
+// Sums of a rank that is alone, and owns them second_shards.
 struct Copied {
   explicit Copied(const Group& group)
       : reducer({{"a", a}, {"b", b}}, group, {.leave_grad = false},
@@ -171,7 +172,7 @@ TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_momen
     std::vector<int> host_of;
     for (size_t host = 0; host < kind.hosts.size(); ++host)
       host_of.insert(host_of.end(), static_cast<size_t>(kind.hosts[host]), static_cast<int>(host));
-    const auto owners = second_owners(host_of);
+    const auto owners = choose_second_owners(host_of);
     const bool whole = kind.hosts.size() > 2 && random() % 2 == 0;
     const auto host = random() % kind.hosts.size();
     const int first = static_cast<int>(random() % static_cast<unsigned>(kind.ranks()));

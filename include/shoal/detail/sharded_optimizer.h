@@ -121,9 +121,9 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   StepResult prepare_update(GradScaler* scaler, double max_norm);
   StepResult update_if_finite(GradScaler* scaler, double max_norm);
   StepResult committed_step(GradScaler* scaler, double max_norm);
-  // Ranks become second owners of what others own, or are no longer. The first is collective.
-  void own_twice();
-  void own_once();
+  // Ranks become second owners of shards that others own, or are no longer. The first is collective.
+  void enable_second_owners();
+  void disable_second_owners();
 
   std::unique_ptr<State> state_;
 };

@@ -201,7 +201,7 @@ std::vector<ShardedModule::OutdatedCopy> ShardedModule::take_other_dtypes(const 
   const auto holds = [](const std::vector<size_t>& list, size_t piece) {
     return std::find(list.begin(), list.end(), piece) != list.end();
   };
-  for (const auto* list : {&pieces_, &second_.pieces}) {
+  for (const auto* list : {&pieces_, &second_shards_.pieces}) {
     for (const auto& piece : *list) {
       if (!piece.copied || !holds(changes.trainable[piece.bucket], piece.slice.piece)) continue;
       add(trainable_.watch, piece.gradient, *gathers_[piece.bucket], piece.slice, piece.elements,

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "comm/group/hosts.h"
-#include "comm/group/rank_groups.h"
+#include "engine/sharded/second_owners.h"
 
 namespace shoal {
 namespace {
@@ -21,21 +21,8 @@ PendingExchange all_of(const std::shared_ptr<std::vector<Work>>& works, size_t f
 
 }  // namespace
 
-std::vector<int> second_owners(const std::vector<int>& hosts) {
-  const auto groups = ranks_by_host(hosts);
-  std::vector<int> owners(hosts.size());
-  for (size_t host = 0; host < groups.size(); ++host) {
-    const auto& next = groups[(host + 1) % groups.size()];
-    const size_t shift = groups.size() == 1 ? 1 : 0;
-    for (size_t place = 0; place < groups[host].size(); ++place) {
-      owners[static_cast<size_t>(groups[host][place])] = next[(place + shift) % next.size()];
-    }
-  }
-  return owners;
-}
-
 SecondCopies::SecondCopies(const Reducer& reducer)
-    : reducer_(reducer), group_(reducer.group()), owners_(second_owners(hosts_of(group_))) {
+    : reducer_(reducer), group_(reducer.group()), owners_(choose_second_owners(hosts_of(group_))) {
   make();
 }
 
@@ -77,10 +64,10 @@ PendingExchange SecondCopies::follow(PendingExchange sum, size_t bucket, const L
   return chain(std::move(sum), [self = shared_from_this(), bucket, label] { return self->exchange(bucket, label); });
 }
 
-void SecondCopies::complete(SecondQuestion question) {
-  for (size_t bucket = 0; bucket < copies_.size(); ++bucket) question.asks = question.asks || !is_current(bucket);
+void SecondCopies::complete(SecondOwnerCheck check) {
+  for (size_t bucket = 0; bucket < copies_.size(); ++bucket) check.asks = check.asks || !is_current(bucket);
   const Label label{reducer_.step(), -1, "whether sums have changed since they were sent"};
-  if (!question.ask(group_, owners_, label).asked) return;
+  if (!check.ask(group_, owners_, label).asked) return;
   for (size_t bucket = 0; bucket < copies_.size(); ++bucket) {
     auto pending =
         exchange(bucket, {reducer_.step(), static_cast<int64_t>(bucket), reducer_.buckets()[bucket].names()});

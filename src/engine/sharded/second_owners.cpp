@@ -1,5 +1,4 @@
-// Sharded optimizers in elastic jobs whose ranks share no memory: every share has a second owner, which makes the same
-// updates. So a rank that has all gradients can finish its step alone, and no rank's end takes a share along.
+#include "engine/sharded/second_owners.h"
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -12,8 +11,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "comm/group/rank_groups.h"
 #include "engine/changes/former_values.h"
-#include "engine/sharded/second_copies.h"
+#include "engine/sharded/second_owner_check.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "memory/views.h"
 #include "optim/param_groups.h"
@@ -44,32 +44,66 @@ at::Tensor current_values(const UpdateTarget& target) {
   return exact;
 }
 
-// What a rank says of divisions before another one is made. Of all ranks the most of each number; the least of what has
-// to be equal is the most of minus it.
-struct Said {
+// What ranks report of divisions before another one is made. Of all ranks the most of each number; the least of what
+// has to be equal is the most of minus it.
+struct DivisionReport {
   static constexpr double nothing = -std::numeric_limits<double>::infinity();
 
   double sealed = nothing;
   double made = nothing, minus_made = nothing;
   double tries = 0;
   double updates = nothing, minus_updates = nothing;
-  double has_second = 0, comes = 0, has_before = 0, has_written = 0;  // 1: yes
+  double has_second_owners = 0, comes = 0, has_before = 0, has_written = 0;  // 1: yes
 
-  Said most(const Group& group) const {
-    using Numbers = std::array<double, sizeof(Said) / sizeof(double)>;
+  DivisionReport most(const Group& group) const {
+    using Numbers = std::array<double, sizeof(DivisionReport) / sizeof(double)>;
     auto numbers = std::bit_cast<Numbers>(*this);
     const auto all = group.all_reduce({numbers.begin(), numbers.end()}, ReduceOp::max, {-1, -1, "whose shards count"});
     std::copy(all.begin(), all.end(), numbers.begin());
-    return std::bit_cast<Said>(numbers);
+    return std::bit_cast<DivisionReport>(numbers);
   }
 };
 
+DivisionReport report_of(const ShardedOptimizerBase::State& state) {
+  const SecondOwners first;  // of a rank that was none so far
+  const auto& own = state.second_owners ? *state.second_owners : first;
+  const bool has_none = own.sealed == SecondOwners::none;
+  DivisionReport report{.tries = static_cast<double>(own.tries)};
+  if (!has_none) {
+    report.sealed = static_cast<double>(own.sealed);
+    report.made = static_cast<double>(own.made);
+    report.minus_made = -report.made;
+  }
+  if (state.second_owners && !has_none && !own.former) {
+    report.updates = static_cast<double>(state.steps);
+    report.minus_updates = -report.updates;
+  }
+  report.has_second_owners = state.second_owners ? 1 : 0;
+  report.comes = own.comes ? 1 : 0;
+  report.has_before = own.before ? 1 : 0;
+  report.has_written = state.second_owners && !own.former && state.is_written() ? 1 : 0;
+  return report;
+}
+
 }  // namespace
 
-Estate ShardedOptimizerBase::State::shared_estate(const ParamGroups& groups) {
+std::vector<int> choose_second_owners(const std::vector<int>& hosts) {
+  const auto groups = ranks_by_host(hosts);
+  std::vector<int> owners(hosts.size());
+  for (size_t host = 0; host < groups.size(); ++host) {
+    const auto& next = groups[(host + 1) % groups.size()];
+    const size_t shift = groups.size() == 1 ? 1 : 0;
+    for (size_t place = 0; place < groups[host].size(); ++place) {
+      owners[static_cast<size_t>(groups[host][place])] = next[(place + shift) % next.size()];
+    }
+  }
+  return owners;
+}
+
+ShardSource ShardedOptimizerBase::State::source_of_all_shards(const ParamGroups& groups) {
   const auto names = shard_names();
   const auto& held = this->held(groups);
-  std::vector<Estate::Shard> list;
+  std::vector<ShardSource::Shard> list;
   for (size_t rank = 0; rank < held.targets().size(); ++rank) {
     for (size_t i = 0; i < held.targets()[rank].size(); ++i) {
       auto target = held.targets()[rank][i];
@@ -78,36 +112,36 @@ Estate ShardedOptimizerBase::State::shared_estate(const ParamGroups& groups) {
       list.push_back({names.at(target.parameter.unsafeGetTensorImpl()), target, held.state(static_cast<int>(rank), i)});
     }
   }
-  Estate estate(std::move(list));
-  estate.set_written(true);
-  return estate;
+  ShardSource source(std::move(list));
+  source.set_written(true);
+  return source;
 }
 
-void ShardedOptimizerBase::State::add_own_state(SecondQuestion& question) const {
+void ShardedOptimizerBase::State::add_own_state(SecondOwnerCheck& check) const {
   const auto present = shards();
-  bool unchanged = present.size() == second->updated.size();
+  bool unchanged = present.size() == second_owners->updated.size();
   for (size_t i = 0; i < present.size(); ++i) {
-    unchanged = unchanged && same(present[i].state, second->updated[i].state);
-    if (present[i].state) question.add_state(present[i].owner, *present[i].state);
+    unchanged = unchanged && same(present[i].state, second_owners->updated[i].state);
+    if (present[i].state) check.add_state(present[i].owner, *present[i].state);
   }
-  question.replaced = !unchanged;
+  check.replaced = !unchanged;
 }
 
-void ShardedOptimizerBase::own_twice() {
+void ShardedOptimizerBase::enable_second_owners() {
   auto& state = *state_;
-  const Estate former(state.shards());
-  auto local = make_local(state.make, state.own_twice(param_groups_), *defaults_, state.name);
+  const ShardSource former(state.shards());
+  auto local = make_local(state.make, state.enable_second_owners(param_groups_), *defaults_, state.name);
   copy_options(state.local->param_groups(), local->param_groups());
   state.local = std::move(local);
-  state.second.emplace();
+  state.second_owners.emplace();
   former.fill(state.group, state.shards(), *state.local);
-  state.second->updated = state.shards();
+  state.second_owners->updated = state.shards();
 }
 
-void ShardedOptimizerBase::own_once() {
+void ShardedOptimizerBase::disable_second_owners() {
   auto& state = *state_;
-  state.second.reset();
-  const auto others = state.own_once();
+  state.second_owners.reset();
+  const auto others = state.disable_second_owners();
   for (auto& group : state.local->param_groups()) {
     std::erase_if(group.params(), [&](const at::Tensor& values) {
       const bool of_others =
@@ -120,18 +154,19 @@ void ShardedOptimizerBase::own_once() {
 
 void ShardedOptimizerBase::come_without_shards() {
   auto& state = *state_;
-  if (state.second) return;  // it has come so far before, and has been told to wait for another try
-  state.second.emplace();
-  state.second->sealed = state.second->made = SecondOwnership::none;
-  state.second->comes = true;
-  state.second->former.emplace();
+  if (state.second_owners) return;  // it has come so far before, and has been told to wait for another try
+  state.second_owners.emplace();
+  state.second_owners->sealed = state.second_owners->made = SecondOwners::none;
+  state.second_owners->comes = true;
+  state.second_owners->former.emplace();
 }
 
 void ShardedOptimizerBase::State::seal_division(int64_t division) {
-  second->sealed = division;
-  if (second->grows && !second->before) second->before = std::move(second->former);
-  second->former.reset();
-  second->comes = false;
+  auto& second = *second_owners;
+  second.sealed = division;
+  if (second.grows && !second.before) second.before = std::move(second.former);
+  second.former.reset();
+  second.comes = false;
   guarded.reset();  // of before, where ranks shared their memory
   alone.reset();
 }
@@ -141,29 +176,13 @@ void ShardedOptimizerBase::State::seal_division(int64_t division) {
 void ShardedOptimizerBase::begin_regroup(const Group& group, bool apart) {
   auto& state = *state_;
   state.end_outdated();
-  const SecondOwnership first;
-  const auto& own = state.second ? *state.second : first;
-  const bool has_none = own.sealed == SecondOwnership::none;
-  Said said{.tries = static_cast<double>(own.tries)};
-  if (!has_none) {
-    said.sealed = static_cast<double>(own.sealed);
-    said.made = static_cast<double>(own.made);
-    said.minus_made = -said.made;
-  }
-  if (state.second && !has_none && !own.former) {
-    said.updates = static_cast<double>(state.steps);
-    said.minus_updates = -said.updates;
-  }
-  said.has_second = state.second ? 1 : 0;
-  said.comes = own.comes ? 1 : 0;
-  said.has_before = own.before ? 1 : 0;
-  said.has_written = state.second && !own.former && state.is_written() ? 1 : 0;
-  const auto most = said.most(group);
+  const auto most = report_of(state).most(group);
   if (std::isfinite(most.updates) && most.updates != -most.minus_updates) refuse_unequal_updates();
-  if (most.has_second == 0 && !apart) return;  // ranks share their memory, as before
-  const bool had_second = state.second.has_value();
-  if (!had_second) state.second.emplace();
-  auto& second = *state.second;
+  if (most.has_second_owners == 0 && !apart) return;  // ranks share their memory, as before
+  const bool had_second_owners = state.second_owners.has_value();
+  if (!had_second_owners) state.second_owners.emplace();
+  auto& second = *state.second_owners;
+  const bool has_none = second.sealed == SecondOwners::none;
   const bool all_made_it = most.made == -most.minus_made;
   const auto counts = static_cast<int64_t>(all_made_it ? most.made : most.sealed);
   if (has_none) {
@@ -179,8 +198,8 @@ void ShardedOptimizerBase::begin_regroup(const Group& group, bool apart) {
   if (has_come_since) second.before.emplace();
   if (second.former) return;
   const torch::NoGradGuard no_grad;
-  if (!had_second) {
-    second.former = state.shared_estate(param_groups_);
+  if (!had_second_owners) {
+    second.former = state.source_of_all_shards(param_groups_);
     return;
   }
   // What programs have written since the last step, as all of them do.
@@ -192,16 +211,16 @@ void ShardedOptimizerBase::begin_regroup(const Group& group, bool apart) {
 
 void ShardedOptimizerBase::take_over_from_owners(int64_t step) {
   auto& state = *state_;
-  auto& second = *state.second;
+  auto& second = *state.second_owners;
   const bool goes_on = state.apart();
-  const auto groups = goes_on ? state.own_twice(param_groups_) : state.own_part(param_groups_);
+  const auto groups = goes_on ? state.enable_second_owners(param_groups_) : state.own_part(param_groups_);
   state.local = make_local(state.make, groups, *defaults_, state.name);
   state.steps = step;
   const auto wanted = state.shards();
   second.former->fill(state.group, wanted, *state.local, second.before ? &*second.before : nullptr);
   state.take_filled();
   if (goes_on) {
-    state.publish_second();
+    state.publish_deferred_update();
     second.updated = state.shards();
     second.made = second.tries;
     state.group.barrier(state.label("the new shards")).wait();
@@ -216,7 +235,7 @@ void ShardedOptimizerBase::take_over_from_owners(int64_t step) {
   }
   state.guarded = std::move(made);
   state.alone.reset();
-  state.second.reset();
+  state.second_owners.reset();
 }
 
 }  // namespace shoal

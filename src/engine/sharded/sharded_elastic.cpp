@@ -20,9 +20,9 @@ namespace shoal {
 void ShardedOptimizerBase::guard() {
   auto& state = *state_;
   state.commit.lone = state.group.size() == 1 && state.has_replicas();
-  if (state.group.size() == 1 || state.guarded || state.second) return;  // one that has come has either since
+  if (state.group.size() == 1 || state.guarded || state.second_owners) return;  // one that has come has either since
   const torch::NoGradGuard no_grad;
-  if (state.apart()) return own_twice();
+  if (state.apart()) return enable_second_owners();
   state.guarded = std::make_unique<GuardedUpdate>(state.group, state.shared_targets(param_groups_), *state.local,
                                                   state.element_wise);
   state.guarded->seal();
@@ -31,7 +31,7 @@ void ShardedOptimizerBase::guard() {
 void ShardedOptimizerBase::unguard() {
   state_->guarded.reset();
   state_->commit.lone = false;
-  if (state_->second) own_once();
+  if (state_->second_owners) disable_second_owners();
 }
 
 void ShardedOptimizerBase::compute_shares(bool now) {
@@ -49,7 +49,7 @@ bool ShardedOptimizerBase::prepare_commit() {
   adopt_changes();
   state.commit.mixed_in.clear();
   complete_gradients();
-  if (state.has_second()) state.commit.options = digest_of(param_groups_);
+  if (state.has_second_owners()) state.commit.options = digest_of(param_groups_);
   state.commit.prepared = prepare_update(state.own_scaler(), state.clip_grad);
   state.seal_gradients();
   return state.guarded && state.guarded->prepare(state.commit.mixed_in);
@@ -65,12 +65,12 @@ bool ShardedOptimizerBase::update_was_refused() const {
 
 bool ShardedOptimizerBase::misses_update() const {
   const auto& guarded = state_->guarded;
-  if (state_->has_second()) state_->commit.passed = false;
+  if (state_->has_second_owners()) state_->commit.passed = false;
   return guarded && !guarded->is_updated() && !guarded->is_left_by_all();
 }
 
 std::optional<int64_t> ShardedOptimizerBase::updates_to_compare() const {
-  return state_->has_second() ? std::optional(state_->steps) : std::nullopt;
+  return state_->has_second_owners() ? std::optional(state_->steps) : std::nullopt;
 }
 
 bool ShardedOptimizerBase::has_replicas() const {
@@ -78,7 +78,7 @@ bool ShardedOptimizerBase::has_replicas() const {
 }
 
 bool ShardedOptimizerBase::has_second_owners() const {
-  return state_->has_second();
+  return state_->has_second_owners();
 }
 
 void ShardedOptimizerBase::allow_update() {
@@ -86,7 +86,7 @@ void ShardedOptimizerBase::allow_update() {
 }
 
 void ShardedOptimizerBase::publish_update() {
-  state_->publish_second();
+  state_->publish_deferred_update();
 }
 
 void ShardedOptimizerBase::map_on_host(bool map) {
@@ -125,7 +125,8 @@ StepResult ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_n
                      "clip_grad_norm() in the first function of Elastic::step()");
   }
   const torch::NoGradGuard no_grad;
-  if (!state.has_second()) state.begin_step();  // it waits for readers of pages, and prepare_commit() has done so
+  if (!state.has_second_owners())
+    state.begin_step();  // it waits for readers of pages, and prepare_commit() has done so
   adopt_changes();
   state.take_gradients();  // shows what has been dropped or zeroed since
   state.require_sealed();
@@ -146,9 +147,9 @@ StepResult ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_n
   show_update();
   if (scaler != nullptr) scaler->update(!result.updated);
   state.end_step(scaler != nullptr);
-  if (state.second) {
-    state.second->updated = state.shards();
-    state.second->before.reset();
+  if (state.second_owners) {
+    state.second_owners->updated = state.shards();
+    state.second_owners->before.reset();
   }
   state.finite.reset();
   ++state.steps;
@@ -292,7 +293,7 @@ void ShardedOptimizerCore::regroup(const Group& group, const Group& job,
                                    std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step) {
   const torch::NoGradGuard no_grad;
   auto& state = this->state();
-  if (state.second) {
+  if (state.second_owners) {
     state.modules = std::move(modules);
     follow(group, job);
     return take_over_from_owners(step);

@@ -116,7 +116,7 @@ void ShardedModule::serve_readers() {
 }
 
 void ShardedModule::put_out() const {
-  for (const auto* list : {&pieces_, &second_.pieces}) {
+  for (const auto* list : {&pieces_, &second_shards_.pieces}) {
     for (const auto& piece : *list) piece.put_out();
   }
 }
@@ -136,7 +136,7 @@ void ShardedModule::send(const Label& label) {
 }
 
 void ShardedModule::drop_former() const {
-  for (const auto* list : {&pieces_, &second_.pieces}) {
+  for (const auto* list : {&pieces_, &second_shards_.pieces}) {
     for (const auto& piece : *list) piece.former.drop();
   }
   for (const auto& frozen : frozen_) {
@@ -150,7 +150,7 @@ void ShardedModule::publish_later(const Label& label) {
   written_ = false;
   drop_former();
   put_out();
-  second_.outdated.forget_early_use();
+  second_shards_.outdated.forget_early_use();
   begin_outdated();
 }
 
@@ -167,7 +167,7 @@ void ShardedModule::begin_outdated() {
       if (!rests) outdated.emplace_back(gradient.name, awaited[piece]);
     }
   }
-  second_.outdated.begin(outdated);
+  second_shards_.outdated.begin(outdated);
 }
 
 // Also where no step has updated them: other ranks may have.

@@ -22,7 +22,7 @@
 namespace shoal {
 
 class SecondCopies;
-struct SecondQuestion;
+struct SecondOwnerCheck;
 
 // Shard of a parameter that this rank owns.
 struct OwnedPiece {
@@ -91,8 +91,8 @@ class ShardedModule {
   Reducer& reducer() { return *reducer_; }
   const Reducer& reducer() const { return *reducer_; }
   std::vector<OwnedPiece>& pieces() { return pieces_; }
-  // What this rank owns a second time, see hold_second(): not counted, and not published.
-  std::vector<OwnedPiece>& second_pieces() { return second_.pieces; }
+  // Those of which this rank is the second owner, see enable_second_owners(): not counted, and not published.
+  std::vector<OwnedPiece>& second_pieces() { return second_shards_.pieces; }
 
   // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler, the last one if there
   // are several.
@@ -124,8 +124,8 @@ class ShardedModule {
   // end_outdated() where others' shards will be replaced anyway. take_early_use(): see OutdatedParameters.
   void publish_later(const Label& label);
   void publish_now(const Label& label);
-  void end_outdated() { second_.outdated.end(); }
-  std::string take_early_use() { return second_.outdated.take_early_use(); }
+  void end_outdated() { second_shards_.outdated.end(); }
+  std::string take_early_use() { return second_shards_.outdated.take_early_use(); }
   // Waits for the shards of all ranks; `at_first_touch`: for those of a bucket when an operator first uses one of its
   // parameters.
   void wait(const Label& label, bool at_first_touch);
@@ -186,17 +186,18 @@ class ShardedModule {
 
   // Whether parameters are pages.
   bool has_pages() const;
-  // For elastic jobs whose ranks share no memory. From now on this rank owns a second time what others own
-  // (second_owners()), and gets their sums. Values are the caller's to fill in. drop_second(): no longer.
-  void hold_second();
-  void drop_second();
-  // Sums of second pieces are as their first owners have them. question: to which elements of the pieces are added.
+  // For elastic jobs whose ranks share no memory. From now on this rank is the second owner of what
+  // choose_second_owners() says, and gets the sums. Values are the caller's to fill in. disable_second_owners(): no
+  // longer.
+  void enable_second_owners();
+  void disable_second_owners();
+  // Sums of second pieces are as their first owners have them. check: to which elements of the pieces are added.
   // Collective.
-  void complete_second(SecondQuestion question);
+  void complete_second_sums(SecondOwnerCheck check);
 
  private:
-  // What this rank owns a second time.
-  struct Second {
+  // What this rank is the second owner of.
+  struct SecondShards {
     std::vector<OwnedPiece> pieces{};
     std::shared_ptr<SecondCopies> copies{};
     OutdatedParameters outdated{};  // those that are whole on this rank, and have not got the other ranks' last updates
@@ -250,7 +251,7 @@ class ShardedModule {
   KnownModule known_;
   bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
-  Second second_;
+  SecondShards second_shards_;
   std::vector<at::Tensor> copies_;  // by bucket: float32 copies of all ranks' elements; undefined: there are none
   std::vector<EarlierSums::Remains> remains_;  // of gradients, when this module was retired
   bool lent_ = false;

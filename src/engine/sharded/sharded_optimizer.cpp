@@ -31,7 +31,7 @@ void ShardedOptimizerBase::State::require_known(const torch::optim::Optimizer& w
 
 std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const GradScaler* scaler) {
   agree_on_gradients();
-  if (has_second()) complete_second();
+  if (has_second_owners()) check_second_owners();
   auto gradients = take_gradients();
   if (finite) return gradients;
   finite = true;

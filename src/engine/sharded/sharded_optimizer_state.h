@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/elastic/guarded_update.h"
-#include "engine/sharded/second_ownership.h"
+#include "engine/sharded/second_owners.h"
 #include "engine/sharded/sharded_state.h"
 #include "optim/param_groups.h"
 #include "shoal/detail/sharded_optimizer.h"
@@ -16,7 +16,7 @@
 
 namespace shoal {
 
-struct SecondQuestion;
+struct SecondOwnerCheck;
 
 // The virtual functions are about ownership: by range (ShardedOptimizerCore::State) or by tensor (OSSCore::State).
 struct ShardedOptimizerBase::State {
@@ -39,7 +39,7 @@ struct ShardedOptimizerBase::State {
   std::optional<bool> finite{};  // no rank has inf or NaN in the gradients, which are unscaled; none: not asked yet
   std::unique_ptr<GuardedUpdate> guarded{};  // in an elastic job of several ranks
   std::unique_ptr<LoneState> alone{};        // of one rank whose job has just changed to several, until all have theirs
-  std::optional<SecondOwnership> second{};   // in an elastic job of several ranks that share no memory
+  std::optional<SecondOwners> second_owners{};  // in an elastic job of several ranks that share no memory
   // Of a step in an elastic job.
   struct Commit {
     std::optional<StepResult> prepared{};  // what the step will return, if it is updated
@@ -114,18 +114,19 @@ struct ShardedOptimizerBase::State {
   // all ranks already has been such a meeting. Collective.
   void await_readers() const;
 
-  // Whether ranks own shares of others a second time.
-  bool has_second() const { return second.has_value(); }
+  // Whether shards have second owners.
+  bool has_second_owners() const { return second_owners.has_value(); }
   // Whether they would, in an elastic job.
   virtual bool apart() const { return group.size() > 1 && !shared(); }
-  // From now on this rank owns a second time what others own (second_owners()): all of its part of the groups, whose
-  // values are the caller's to fill in. own_once(): no longer; returns what the optimizer updates for others.
-  virtual ParamGroups own_twice(const ParamGroups& groups) = 0;
-  virtual std::vector<at::Tensor> own_once() = 0;
+  // From now on this rank is the second owner of what choose_second_owners() says. Returns all of its part of the
+  // groups, whose values are the caller's to fill in. disable_second_owners(): no longer; returns what the optimizer
+  // updates for others.
+  virtual ParamGroups enable_second_owners(const ParamGroups& groups) = 0;
+  virtual std::vector<at::Tensor> disable_second_owners() = 0;
   // This rank's part of the groups, as they have been divided.
   virtual ParamGroups own_part(const ParamGroups& groups) = 0;
   // What this rank owns, and its state.
-  virtual std::vector<Estate::Shard> shards() const = 0;
+  virtual std::vector<ShardSource::Shard> shards() const = 0;
   // Names of parameters that are the same on all ranks.
   using ShardNames = std::unordered_map<const c10::TensorImpl*, std::string>;
   virtual ShardNames shard_names() const = 0;
@@ -137,22 +138,22 @@ struct ShardedOptimizerBase::State {
   virtual void adopt_alone() = 0;
   // What second owners have of gradients is as the first owners have it. DisagreeError if they have other values.
   // Collective.
-  virtual void complete_second() = 0;
+  virtual void check_second_owners() = 0;
   // Of the optimizer's state.
-  void add_own_state(SecondQuestion& question) const;
+  void add_own_state(SecondOwnerCheck& check) const;
   // What an update has left for the other ranks comes to them. Collective. end_outdated(): nor will it, as their shards
   // are replaced.
-  virtual void publish_second() = 0;
+  virtual void publish_deferred_update() = 0;
   virtual void end_outdated() = 0;
   // Gradients must not change any more, which require_sealed() checks: UsageError.
   virtual void seal_gradients() = 0;
   virtual void require_sealed() const = 0;
   // What all ranks own, where they share memory: each of them can give all.
-  Estate shared_estate(const ParamGroups& groups);
+  ShardSource source_of_all_shards(const ParamGroups& groups);
   // All ranks have come to the division with second owners that this one has made, or learn that they had.
   void seal_division(int64_t division);
   // Whether steps have a commit.
-  bool has_commit() const { return guarded || commit.lone || has_second(); }
+  bool has_commit() const { return guarded || commit.lone || has_second_owners(); }
   // Of a rank without a guard.
   void step_alone(bool updates);
   // The local optimizer's, of what it has gradients for.

@@ -144,7 +144,7 @@ bool ShardedOptimizerCore::State::shared() const {
 
 void ShardedOptimizerCore::State::publish() {
   const auto updated = label("updated parameters");
-  if (second) {
+  if (second_owners) {
     for (const auto& module : modules) module->publish_later(updated);
     return;
   }

@@ -34,15 +34,15 @@ struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
   void publish() override;
   void end_step(bool scaled) override;
   UpdateTargets shared_targets(const ParamGroups& groups) override;
-  void complete_second() override;
-  void publish_second() override;
+  void check_second_owners() override;
+  void publish_deferred_update() override;
   void end_outdated() override;
   void seal_gradients() override;
   void require_sealed() const override;
-  ParamGroups own_twice(const ParamGroups& groups) override;
-  std::vector<at::Tensor> own_once() override;
+  ParamGroups enable_second_owners(const ParamGroups& groups) override;
+  std::vector<at::Tensor> disable_second_owners() override;
   ParamGroups own_part(const ParamGroups& groups) override { return shares_of(groups); }
-  std::vector<Estate::Shard> shards() const override;
+  std::vector<ShardSource::Shard> shards() const override;
   ShardNames shard_names() const override;
   void take_filled() override;
   bool is_written() const override;

@@ -76,7 +76,7 @@ std::vector<at::Tensor> OSSCore::State::take_gradients() {
     const bool elsewhere = shares.owners[i] != group.rank() && gradient.defined();
     if (elsewhere && !is_watchable(gradient)) gradients.push_back(gradient);  // a stand-in has no memory
   }
-  if (twice.gradients) {
+  if (second_shards.gradients) {
     for_owned([&](size_t place, int owner) {
       if (!has_stand_in(place, owner)) return;
       if (const auto copy = gradient_of(place, owner); copy.defined()) gradients.push_back(copy);
@@ -157,7 +157,7 @@ void OSSCore::State::adopt_values() {
   if (!values.empty()) {
     for (const auto& buffer : buffers) buffer->leave_to_holders();
     agree_on_values(group, values);
-    twice.written = has_second();
+    second_shards.written = has_second_owners();
     for (const auto& buffer : buffers) {
       if (!buffer->changed().empty()) buffer->adopt(label("replaced parameters"));
     }

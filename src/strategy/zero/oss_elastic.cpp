@@ -85,11 +85,11 @@ bool OSSCore::has_owner(const at::Tensor& parameter) const {
 void OSSCore::regroup(const Group& group, int64_t step) {
   auto& state = this->state();
   if (shards_across_hosts()) begin_regroup(group, needs_second_owners(group));
-  if (state.second) {
+  if (state.second_owners) {
     state.group = group;
     state.steps = step;  // which a rank that has come does not know, for labels
-    state.twice.owners.clear();
-    state.twice.gradients.reset();
+    state.second_shards.owners.clear();
+    state.second_shards.gradients.reset();
     state.divide_anew();
     return take_over_from_owners(step);
   }

@@ -305,11 +305,11 @@ void OSSCore::State::hand_out_update(std::vector<int> changed, const Label& labe
 void OSSCore::State::publish() {
   if (wrapper) wrapper->updated = wrapper->steps ? wrapper->steps() : wrapper->reduced;
   const auto changed = changed_buffers(/*updated=*/true);
-  if (second) {
-    twice.changed = changed;
-    twice.written = false;
-    twice.seen.clear();
-    twice.outdated.forget_early_use();
+  if (second_owners) {
+    second_shards.changed = changed;
+    second_shards.written = false;
+    second_shards.seen.clear();
+    second_shards.outdated.forget_early_use();
     return begin_outdated();
   }
   hand_out_update(changed, label("updated parameters"));

@@ -43,12 +43,12 @@ struct WrapperLife {
   bool optimizer_ended = false;      // one of its optimizers
 };
 
-// Where parameters have two owners.
-struct OwnedTwice {
+// What a rank is the second owner of, and what it needs for that.
+struct SecondShards {
   std::vector<int> owners{};      // by rank, the second owner of what it owns; empty: there is none
   OutdatedParameters outdated{};  // between an update and its publication
   std::vector<int> changed{};     // by buffer, whether the last update may have changed it
-  // Of what this rank owns a second time, where the wrapper reduces to owners; nullptr: all ranks have all gradients.
+  // Their gradients, where the wrapper reduces to owners; nullptr: all ranks have all gradients.
   std::shared_ptr<SecondGradients> gradients{};
   std::vector<SeenGradient> seen{};             // in the commit, of what this rank owns
   std::vector<EarlierSums::Remains> remains{};  // then, with `gradients`
@@ -68,7 +68,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   std::unordered_set<const c10::TensorImpl*> owned_though_frozen{};
   bool anew = false;                           // the next shares do not keep any owner
   std::optional<ParameterWatch> lone_watch{};  // in a group of one rank, which has no buffers
-  OwnedTwice twice{};
+  SecondShards second_shards{};
   std::shared_ptr<WrapperLife> wrapper{};  // of the ShardedDataParallel that reduces the gradients, if there was one
   bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
@@ -92,17 +92,17 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   UpdateTargets shared_targets(const ParamGroups& groups) override;
   // Also in a group without shares.
   bool apart() const override { return group.size() > 1 && group.transport() != "host"; }
-  ParamGroups own_twice(const ParamGroups& groups) override;
-  std::vector<at::Tensor> own_once() override;
+  ParamGroups enable_second_owners(const ParamGroups& groups) override;
+  std::vector<at::Tensor> disable_second_owners() override;
   ParamGroups own_part(const ParamGroups& groups) override;
-  std::vector<Estate::Shard> shards() const override;
+  std::vector<ShardSource::Shard> shards() const override;
   ShardNames shard_names() const override;
-  bool is_written() const override { return twice.written || has_new_values(); }
+  bool is_written() const override { return second_shards.written || has_new_values(); }
   void adopt_alone() override;
-  void complete_second() override;
+  void check_second_owners() override;
   void step_owned() override;
-  void publish_second() override;
-  void end_outdated() override { twice.outdated.end(); }
+  void publish_deferred_update() override;
+  void end_outdated() override { second_shards.outdated.end(); }
   void seal_gradients() override;
   void require_sealed() const override;
   std::string advice_on_groups() const override;
@@ -139,7 +139,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   void for_owned(const Visit& visit) const {
     for (size_t place = 0; place < shares.parameters.size(); ++place) {
       const int owner = shares.owners[place];
-      const bool second = !twice.owners.empty() && twice.owners[static_cast<size_t>(owner)] == group.rank();
+      const bool second =
+          !second_shards.owners.empty() && second_shards.owners[static_cast<size_t>(owner)] == group.rank();
       if (owner == group.rank() || second) visit(place, owner);
     }
   }

@@ -1,5 +1,5 @@
 #pragma once
-// Under ShardedDataParallel: gradients of parameters that this rank owns a second time.
+// Under ShardedDataParallel: gradients of parameters of which this rank is the second owner.
 
 #include <memory>
 #include <unordered_map>
@@ -23,7 +23,8 @@ class SecondGradients {
 
   // Whether the wrapper reduces its gradient.
   bool has(const at::Tensor& parameter) const { return reduced_.contains(parameter.unsafeGetTensorImpl()); }
-  // After the last reduction; undefined: there is none. parameter: one that this rank owns a second time, and has().
+  // After the last reduction; undefined: there is none. parameter: one of which this rank is the second owner, and
+  // has().
   at::Tensor of(const at::Tensor& parameter);
   // They are as the owners have them in grad() at present. owners: by parameter, its first owner; second: by rank, the
   // second owner of what it owns. Collective.

@@ -170,7 +170,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
 ShardedDataParallelCore::~ShardedDataParallelCore() {
   auto& life = *sharding_->life;
   if (!life.optimizer_ended) {
-    for (auto* optimizer : sharding_->optimizers) optimizer->state().twice.gradients.reset();
+    for (auto* optimizer : sharding_->optimizers) optimizer->state().second_shards.gradients.reset();
   }
   life.reduced = life.steps ? life.steps() : 0;
   life.steps = nullptr;
@@ -340,9 +340,9 @@ void ShardedDataParallelCore::require_second_owners() const {
 
 void ShardedDataParallelCore::send_to_second_owners() {
   for (auto* optimizer : sharding_->optimizers) {
-    auto& twice = optimizer->state().twice;
-    twice.gradients.reset();
-    if (optimizer->has_second_owners()) twice.gradients = std::make_shared<SecondGradients>(state().reducer);
+    auto& second_shards = optimizer->state().second_shards;
+    second_shards.gradients.reset();
+    if (optimizer->has_second_owners()) second_shards.gradients = std::make_shared<SecondGradients>(state().reducer);
   }
 }
 

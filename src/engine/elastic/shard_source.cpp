@@ -1,4 +1,4 @@
-#include "engine/elastic/estate.h"
+#include "engine/elastic/shard_source.h"
 
 #include <c10/util/accumulate.h>
 #include <fmt/format.h>
@@ -29,7 +29,7 @@ std::string slice_name(const std::string& field, const std::string& parameter) {
 }
 
 // Elements in the order of the parameter's memory, whatever its shape.
-NamedSlice slice_of(const std::string& field, const Estate::Shard& shard, const at::Tensor& tensor) {
+NamedSlice slice_of(const std::string& field, const ShardSource::Shard& shard, const at::Tensor& tensor) {
   const auto& target = shard.target;
   NamedSlice slice{.name = slice_name(field, shard.name),
                    .shape = {target.parameter.numel()},
@@ -49,14 +49,14 @@ NamedSlice slice_of(const std::string& field, const Estate::Shard& shard, const 
   return slice;
 }
 
-Json ranges_of(const std::vector<Estate::Shard>& shards) {
+Json ranges_of(const std::vector<ShardSource::Shard>& shards) {
   auto list = Json::array();
   for (const auto& shard : shards) list.push_back({shard.name, shard.target.range.begin, shard.target.range.end});
   return list;
 }
 
 // Of values and state.
-uint64_t digest_of_all(const Estate::Shard& shard) {
+uint64_t digest_of_all(const ShardSource::Shard& shard) {
   auto digest = digest_of(shard.target.values.detach());
   if (!shard.state) return digest;
   for (const auto& [field, tensor] : shard.state->tensors) digest = digest * 1099511628211U ^ digest_of(tensor);
@@ -79,7 +79,7 @@ bool cover(std::vector<Range> ranges, const Range& wanted) {
 }
 
 // Gives the shards their values, and `local` their state.
-void read_shards(MemorySource& source, const std::vector<Estate::Shard>& shards, torch::optim::Optimizer& local) {
+void read_shards(MemorySource& source, const std::vector<ShardSource::Shard>& shards, torch::optim::Optimizer& local) {
   const auto& index = source.index();
   const auto read_range = [&](const StoredTensor& stored, const Range& range, const at::Tensor& to) {
     source.read(stored, range, static_cast<char*>(to.data_ptr()));
@@ -119,11 +119,11 @@ void read_shards(MemorySource& source, const std::vector<Estate::Shard>& shards,
 
 }  // namespace
 
-Estate::Estate(std::vector<Shard> shards) : shards_(std::move(shards)) {
+ShardSource::ShardSource(std::vector<Shard> shards) : shards_(std::move(shards)) {
   for (auto& shard : shards_) shard.target.values = shard.target.values.detach();
 }
 
-std::set<std::string> Estate::lost(const Group& group, const std::vector<Shard>& wanted) const {
+std::set<std::string> ShardSource::lost(const Group& group, const std::vector<Shard>& wanted) const {
   Json own{{"held", ranges_of(shards_)}, {"wanted", ranges_of(wanted)}, {"written", written_}};
   auto& own_digests = own["digests"] = Json::array();
   for (size_t i = 0; i < shards_.size() && !written_; ++i) own_digests.push_back(digest_of_all(shards_[i]));
@@ -160,7 +160,7 @@ std::set<std::string> Estate::lost(const Group& group, const std::vector<Shard>&
 }
 
 // The numbers of a state are the same for all elements of a parameter, which have been updated equally often.
-CheckpointContents Estate::contents() const {
+CheckpointContents ShardSource::contents() const {
   CheckpointContents contents;
   auto& numbers = contents.rank_state["numbers"] = Json::object();
   for (const auto& shard : shards_) {
@@ -172,8 +172,8 @@ CheckpointContents Estate::contents() const {
   return contents;
 }
 
-void Estate::fill(const Group& group, const std::vector<Shard>& wanted, torch::optim::Optimizer& local,
-                  const Estate* otherwise) const {
+void ShardSource::fill(const Group& group, const std::vector<Shard>& wanted, torch::optim::Optimizer& local,
+                       const ShardSource* otherwise) const {
   const torch::NoGradGuard no_grad;
   if (const auto names = lost(group, wanted); !names.empty()) {
     if (otherwise != nullptr) return otherwise->fill(group, wanted, local);

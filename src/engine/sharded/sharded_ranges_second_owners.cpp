@@ -1,32 +1,32 @@
-// Ranges of parameters of which a rank is the second owner.
+// Sharded optimizers by ranges, in jobs with second owners.
 
 #include <torch/utils.h>
 
 #include <algorithm>
 
 #include "engine/sharded/early_use.h"
-#include "engine/sharded/second_copies.h"
+#include "engine/sharded/second_owner_check.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "shoal/error.h"
 
 namespace shoal {
 
-ShardedOptimizerCore::ParamGroups ShardedOptimizerCore::State::own_twice(const ParamGroups& groups) {
+ShardedOptimizerCore::ParamGroups ShardedOptimizerCore::State::enable_second_owners(const ParamGroups& groups) {
   modules.front()->wait_all();
-  modules.front()->hold_second();
+  modules.front()->enable_second_owners();
   return shares_of(groups);
 }
 
-std::vector<at::Tensor> ShardedOptimizerCore::State::own_once() {
+std::vector<at::Tensor> ShardedOptimizerCore::State::disable_second_owners() {
   auto& module = *modules.front();
   std::vector<at::Tensor> list;
   for (const auto& piece : module.second_pieces()) list.push_back(piece.main);
-  module.drop_second();
+  module.disable_second_owners();
   return list;
 }
 
-std::vector<Estate::Shard> ShardedOptimizerCore::State::shards() const {
-  std::vector<Estate::Shard> list;
+std::vector<ShardSource::Shard> ShardedOptimizerCore::State::shards() const {
+  std::vector<ShardSource::Shard> list;
   for_pieces([&](const ShardedModule& module, const OwnedPiece& piece) {
     const auto& gradient = module.reducer().gradients()[piece.gradient];
     list.push_back({gradient.name,
@@ -57,11 +57,11 @@ void ShardedOptimizerCore::State::adopt_alone() {
   for (const auto& module : modules) module->adopt_alone();
 }
 
-void ShardedOptimizerCore::State::complete_second() {
+void ShardedOptimizerCore::State::check_second_owners() {
   prepare_gradients();
-  SecondQuestion question{.options = commit.options, .updates = steps};
-  add_own_state(question);
-  for (const auto& module : modules) module->complete_second(question);
+  SecondOwnerCheck check{.options = commit.options, .updates = steps};
+  add_own_state(check);
+  for (const auto& module : modules) module->complete_second_sums(check);
 }
 
 void ShardedOptimizerCore::State::end_outdated() {
@@ -69,8 +69,8 @@ void ShardedOptimizerCore::State::end_outdated() {
 }
 
 // Also of ranks that have left this update out, which the next commit says: so its label has the number of reductions.
-void ShardedOptimizerCore::State::publish_second() {
-  if (!second) return;
+void ShardedOptimizerCore::State::publish_deferred_update() {
+  if (!second_owners) return;
   const torch::NoGradGuard no_grad;
   for (const auto& module : modules) module->publish_now({module->reducer().step(), -1, "updated parameters"});
   if (modules.front()->has_pages()) return;
@@ -86,12 +86,12 @@ void ShardedOptimizerCore::State::publish_second() {
 }
 
 void ShardedOptimizerCore::State::seal_gradients() {
-  if (!second) return;
+  if (!second_owners) return;
   for_pieces([](const ShardedModule&, OwnedPiece& piece) { piece.sealed = piece.sum._version(); });
 }
 
 void ShardedOptimizerCore::State::require_sealed() const {
-  if (!second) return;
+  if (!second_owners) return;
   for_pieces([](const ShardedModule&, const OwnedPiece& piece) {
     if (piece.sealed != piece.sum._version()) throw UsageError(GuardedUpdate::late_change);
   });

@@ -1,4 +1,4 @@
-// Comparison of the ranks of an elastic job with second owners before an update.
+#include "engine/sharded/second_owner_check.h"
 
 #include <fmt/format.h>
 
@@ -9,7 +9,6 @@
 #include <limits>
 
 #include "engine/changes/changed_values.h"
-#include "engine/sharded/second_copies.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -43,27 +42,27 @@ void refuse_unequal_updates() {
       "it on all of them, or on none, as where all skip a step; start the job again from its last checkpoint");
 }
 
-void SecondQuestion::add_element(int owner, const at::Tensor& values) {
+void SecondOwnerCheck::add_element(int owner, const at::Tensor& values) {
   auto& digest = shards[owner];
   if (values.numel() == 0) return;
   const auto place = (static_cast<uint64_t>(updates) * odd >> 16) % static_cast<uint64_t>(values.numel());
   digest = with_bits(digest, bits_at(values, static_cast<int64_t>(place)));
 }
 
-void SecondQuestion::add_state(int owner, const NamedState& state) {
+void SecondOwnerCheck::add_state(int owner, const NamedState& state) {
   for (const auto& [field, tensor] : state.tensors) add_element(owner, tensor);
   auto& digest = shards[owner];
   for (const auto& [field, number] : state.numbers) digest = with_bits(digest, std::bit_cast<uint64_t>(number));
 }
 
-void SecondQuestion::add_gradient(int owner, const at::Tensor& gradient) {
+void SecondOwnerCheck::add_gradient(int owner, const at::Tensor& gradient) {
   auto& digest = (*gradients)[owner];
   digest = with_bits(digest, gradient.defined() ? digest_of(gradient) : 0);
 }
 
 // Each number, and minus it, for one maximum over the ranks.
-SecondQuestion::Answer SecondQuestion::ask(const Group& group, const std::vector<int>& owners,
-                                           const Label& label) const {
+SecondOwnerCheck::Answer SecondOwnerCheck::ask(const Group& group, const std::vector<int>& owners,
+                                               const Label& label) const {
   const auto ranks = owners.size();
   std::vector<double> own(1 + 2 * (2 + (gradients ? 2 : 1) * ranks), -std::numeric_limits<double>::infinity());
   own[0] = replaced ? 2 + group.rank() : asks ? 1 : 0;

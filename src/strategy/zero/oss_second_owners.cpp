@@ -7,28 +7,28 @@
 
 #include "comm/group/hosts.h"
 #include "engine/sharded/early_use.h"
-#include "engine/sharded/second_copies.h"
+#include "engine/sharded/second_owner_check.h"
 #include "shoal/error.h"
 #include "strategy/zero/oss_state.h"
 
 namespace shoal {
 
-OSSCore::ParamGroups OSSCore::State::own_twice(const ParamGroups& groups) {
-  twice.owners = second_owners(hosts_of(group));
-  twice.changed.assign(buffers.size(), 1);
-  twice.written = false;
-  twice.outdated.forget_early_use();  // of a step in which a rank has ended
+OSSCore::ParamGroups OSSCore::State::enable_second_owners(const ParamGroups& groups) {
+  second_shards.owners = choose_second_owners(hosts_of(group));
+  second_shards.changed.assign(buffers.size(), 1);
+  second_shards.written = false;
+  second_shards.outdated.forget_early_use();  // of a step in which a rank has ended
   return own_part(groups);
 }
 
-std::vector<at::Tensor> OSSCore::State::own_once() {
+std::vector<at::Tensor> OSSCore::State::disable_second_owners() {
   std::vector<at::Tensor> list;
   for_owned([&](size_t place, int owner) {
     if (owner != group.rank()) list.push_back(shares.parameters[place]);
   });
-  twice.owners.clear();
-  twice.outdated.end();
-  twice.gradients.reset();
+  second_shards.owners.clear();
+  second_shards.outdated.end();
+  second_shards.gradients.reset();
   return list;
 }
 
@@ -46,9 +46,9 @@ OSSCore::ParamGroups OSSCore::State::own_part(const ParamGroups& groups) {
   return part;
 }
 
-std::vector<Estate::Shard> OSSCore::State::shards() const {
+std::vector<ShardSource::Shard> OSSCore::State::shards() const {
   const auto names = shard_names();
-  std::vector<Estate::Shard> list;
+  std::vector<ShardSource::Shard> list;
   for_owned([&](size_t place, int owner) {
     const auto& parameter = shares.parameters[place];
     if (parameter.numel() == 0) return;  // nothing to give
@@ -70,7 +70,7 @@ OSSCore::State::ShardNames OSSCore::State::shard_names() const {
 
 void OSSCore::State::adopt_alone() {
   if (!has_new_values()) return;
-  twice.written = true;
+  second_shards.written = true;
   separate_replaced();
   for (const auto& buffer : buffers) buffer->adopt_alone();
   if (lone_watch) lone_watch->note();
@@ -78,27 +78,28 @@ void OSSCore::State::adopt_alone() {
 
 bool OSSCore::State::has_stand_in(size_t place, int owner) const {
   const auto& parameter = shares.parameters[place];
-  return owner != group.rank() && twice.gradients && twice.gradients->has(parameter) && parameter.numel() > 0;
+  return owner != group.rank() && second_shards.gradients && second_shards.gradients->has(parameter) &&
+         parameter.numel() > 0;
 }
 
 at::Tensor OSSCore::State::gradient_of(size_t place, int owner) const {
   const auto& parameter = shares.parameters[place];
-  return has_stand_in(place, owner) ? twice.gradients->of(parameter) : parameter.grad();
+  return has_stand_in(place, owner) ? second_shards.gradients->of(parameter) : parameter.grad();
 }
 
 // A program may change gradients, or one owner's alone: a digest of all elements tells whether both owners have the
 // same.
-void OSSCore::State::complete_second() {
-  SecondQuestion question{.gradients = std::map<int, uint64_t>(), .options = commit.options, .updates = steps};
-  add_own_state(question);
+void OSSCore::State::check_second_owners() {
+  SecondOwnerCheck check{.gradients = std::map<int, uint64_t>(), .options = commit.options, .updates = steps};
+  add_own_state(check);
   for_owned([&](size_t place, int owner) {
-    question.add_element(owner, shares.parameters[place]);
+    check.add_element(owner, shares.parameters[place]);
     const auto gradient = gradient_of(place, owner);
     const bool sparse = gradient.defined() && gradient.layout() != at::kStrided;
-    question.asks = question.asks || sparse;  // for an error on all ranks
-    if (!sparse) question.add_gradient(owner, gradient);
+    check.asks = check.asks || sparse;  // for an error on all ranks
+    if (!sparse) check.add_gradient(owner, gradient);
   });
-  const auto answer = question.ask(group, twice.owners, {-1, -1, "whether both owners have the same"});
+  const auto answer = check.ask(group, second_shards.owners, {-1, -1, "whether both owners have the same"});
   if (answer.asked) {
     throw UsageError(
         "Elastic: sparse gradients are not supported where parameters have second owners, on several hosts or over "
@@ -106,25 +107,27 @@ void OSSCore::State::complete_second() {
   }
   const auto& differs = answer.differs;
   if (!differs) return;
-  if (twice.gradients) return twice.gradients->send_again(shares.parameters, shares.owners, twice.owners);
+  if (second_shards.gradients)
+    return second_shards.gradients->send_again(shares.parameters, shares.owners, second_shards.owners);
   throw DisagreeError(
       fmt::format("rank {} and rank {}, which own the same parameters in an elastic job, have different gradients of "
                   "them: change gradients alike on all ranks, not on a parameter's owner alone",
-                  *differs, twice.owners[static_cast<size_t>(*differs)]));
+                  *differs, second_shards.owners[static_cast<size_t>(*differs)]));
 }
 
 void OSSCore::State::seal_gradients() {
-  if (!second) return;
-  twice.seen.clear();
-  for_owned([&](size_t place, int owner) { twice.seen.emplace_back(gradient_of(place, owner)); });
-  if (twice.gradients) twice.remains = twice.gradients->remains();
+  if (!second_owners) return;
+  second_shards.seen.clear();
+  for_owned([&](size_t place, int owner) { second_shards.seen.emplace_back(gradient_of(place, owner)); });
+  if (second_shards.gradients) second_shards.remains = second_shards.gradients->remains();
 }
 
 void OSSCore::State::require_sealed() const {
-  if (!second) return;
-  bool same = !twice.gradients || twice.remains == twice.gradients->remains();
+  if (!second_owners) return;
+  bool same = !second_shards.gradients || second_shards.remains == second_shards.gradients->remains();
   size_t number = 0;
-  for_owned([&](size_t place, int owner) { same = twice.seen[number++].is(gradient_of(place, owner)) && same; });
+  for_owned(
+      [&](size_t place, int owner) { same = second_shards.seen[number++].is(gradient_of(place, owner)) && same; });
   if (!same) throw UsageError(GuardedUpdate::late_change);
 }
 
@@ -153,25 +156,26 @@ void OSSCore::State::begin_outdated() {
       if (!rests) outdated.emplace_back(describe(parameter) + " of OSS", buffer->homes()[i]);
     }
   }
-  twice.outdated.begin(outdated);
+  second_shards.outdated.begin(outdated);
 }
 
 // Also of ranks that have left this update out, which the next commit says: so the number of updates is not in the
 // labels.
-void OSSCore::State::publish_second() {
-  if (!second) return;
+void OSSCore::State::publish_deferred_update() {
+  if (!second_owners) return;
   const torch::NoGradGuard no_grad;
-  twice.outdated.end();
+  second_shards.outdated.end();
   try {
-    hand_out_update(twice.changed, {-1, -1, "updated parameters"});
+    hand_out_update(second_shards.changed, {-1, -1, "updated parameters"});
   } catch (...) {
     begin_outdated();
     throw;
   }
-  twice.changed = changed_buffers(/*updated=*/false);
+  second_shards.changed = changed_buffers(/*updated=*/false);
   // No rank goes on, and writes parameters between steps, before all have them: in a division, those of all are as they
   // were sent.
-  meet_without_early_use(group, twice.outdated.take_early_use(), {-1, -1, "whether all have the updated parameters"});
+  meet_without_early_use(group, second_shards.outdated.take_early_use(),
+                         {-1, -1, "whether all have the updated parameters"});
 }
 
 }  // namespace shoal
