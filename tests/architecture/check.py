@@ -7,6 +7,8 @@ import os
 import re
 import sys
 
+import file_names
+
 # May include only what stands before it in its line. Lines are alternatives to each other where layers are unrelated.
 ORDER = ["base", "layout", "memory", "comm", "module", "checkpoint", "optim", "engine", "strategy", "training", "planning"]
 ALLOWED = {layer: set(ORDER[:i + 1]) for i, layer in enumerate(ORDER)}
@@ -320,6 +322,7 @@ def violations(root):
         found += [line for line in (check_layers(path, target) for target in targets) if line]
         found += check_names(path, text)
         found += check_sizes(path, text)
+    found += file_names.check_file_names(files)
     found += check_one_definition(files)
     found += check_advice(root, files)
     return found + check_cycles(graph) + list(check_folders(graph))
