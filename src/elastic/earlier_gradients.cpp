@@ -22,7 +22,7 @@ void EarlierGradients::begin_step() {
   found_.clear();
 }
 
-void EarlierGradients::look() {
+void EarlierGradients::check() {
   if (!std::exchange(there_, false)) return;
   found_ = first_of_them();
 }

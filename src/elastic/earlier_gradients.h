@@ -20,7 +20,7 @@ class EarlierGradients {
   // Call when a step begins.
   void begin_step();
   // Call before each backward of the step, and at the end of its backwards.
-  void look();
+  void check();
   // Whether gradients were there when the step began, and no backward has been seen since.
   bool untouched() const { return there_; }
   // Whether a backward has added to one of them.

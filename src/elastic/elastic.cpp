@@ -20,12 +20,12 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
       training(of_registry),
       sampler(divides),
       options(chosen),
-      steps_before(parts->step()),
       copies(parts->module()),
       earlier(*parts),
       batch(world, options.keep_global_batch, options.batch_slices, *parts, copies),
       terms(*parts, sampler, options, training, cell_of(world)->state->options.transport),
       admission(*parts, terms, options, batch) {
+  counts.steps_before = parts->step();
   const auto& join = cell_of(world)->state->join;
   if (join.number) {
     auto checked = options;  // but for the global batch, which is the job's
@@ -52,24 +52,24 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
         world.group().all_reduce(std::vector<double>{static_cast<double>(least_ranks)}, ReduceOp::max)[0]);
     batch.begin();
   }
-  longest_wait = wait_of(options.straggler_seconds);
-  generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, least_ranks},
+  waits.longest = wait_of(options.straggler_seconds);
+  generations = std::make_unique<Generations>(world, StragglerRule{waits.longest, least_ranks},
                                               wait_of(options.silent_host_seconds));
   if (generations->is_newcomer()) {
-    begun = in_place = proven = false;
+    arrival.begun = arrival.in_place = arrival.proven = false;
     naming_checkpoint([this] { recover(nullptr); });
     cell_of(world)->state->withheld = true;
   }
   parts->guard();
-  if (longest_wait.count() > 0) limit_waits();
-  parts->before_backward([this] { earlier.look(); });
+  if (waits.has_limit()) limit_waits();
+  parts->before_backward([this] { earlier.check(); });
   open_for_newcomers();
 }
 
 Elastic::State::~State() {
   parts->before_backward(nullptr);
   const bool copied = cell_of(world)->state->is_forked_copy();
-  if (!copied && generations->is_on_trial() && !begun) generations->resign();
+  if (!copied && generations->is_on_trial() && !arrival.begun) generations->resign();
 }
 
 void Elastic::State::require_supported() const {
@@ -142,7 +142,7 @@ bool Elastic::in_epoch() {
 }
 
 bool Elastic::step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update) {
-  const auto all = [&] { state_->batch.compute(state_->done, compute); };
+  const auto all = [&] { state_->batch.compute(state_->counts.done, compute); };
   return state_->naming_checkpoint([&] { return state_->step(samples, all, update); });
 }
 
@@ -155,7 +155,7 @@ bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int6
 bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
                    const std::function<void()>& prepare, const std::function<void()>& update) {
   const auto whole = [&] {
-    state_->batch.compute(state_->done, samples, compute);
+    state_->batch.compute(state_->counts.done, samples, compute);
     prepare();
   };
   return state_->naming_checkpoint([&] { return state_->step(samples, whole, update); });
@@ -177,7 +177,7 @@ void Elastic::recover_from(const CommError& error) {
 
 void Elastic::recover_from(const DisagreeError& error) {
   if (!state_->can_blame()) throw;
-  state_->differ = true;
+  state_->trial.ranks_differ = true;
   recover_or_leave(error.what());
 }
 
@@ -199,7 +199,7 @@ void Elastic::begin_loop() {
 
 void Elastic::require_begun() const {
   state_->require_between_steps("together()");
-  if (state_->begun) return;
+  if (state_->arrival.begun) return;
   state_->generations->resign();
   throw UsageError(
       "Elastic: this newcomer calls together() before the other ranks come by there: they are in the loop, so call "
@@ -216,14 +216,14 @@ void Elastic::end_together() {
   } else {
     group.barrier().wait();
   }
-  ++state_->ended;
+  ++state_->together.ended;
 }
 
 bool Elastic::has_ended_elsewhere(bool has_result) {
-  if (state_->most_ended == state_->ended) return false;
+  if (state_->together.most == state_->together.ended) return false;
   if (!has_result)
     throw UsageError("Elastic: ranks do not call together() equally often, or one of them calls recover()");
-  ++state_->ended;
+  ++state_->together.ended;
   return true;
 }
 
@@ -234,11 +234,11 @@ size_t Elastic::first_epoch() const {
         "Elastic: first_epoch() in a newcomer needs a sampler, by which the job counts epochs: pass it to the "
         "constructor, or count by steps()");
   }
-  return state_->first_epoch;
+  return state_->arrival.first_epoch;
 }
 
 int64_t Elastic::steps() const {
-  return state_->done;
+  return state_->counts.done;
 }
 
 uint64_t Elastic::generation() const {

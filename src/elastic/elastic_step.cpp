@@ -2,10 +2,8 @@
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/utils.h>
 
-#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -17,22 +15,22 @@
 namespace shoal {
 
 void Elastic::State::begin_step(int64_t count) {
-  ready = Ready::no;
-  count_dropped();
-  began_at = parts->step();
-  reductions_before = parts->reductions();
-  if (sampler != nullptr) batch.require(count, *sampler, taken + skipped);
-  samples = count / batch.own_shares();
-  places = samples * batch.shares();
+  current_step.ready = Ready::no;
+  dropped.begin_step(*parts);
+  current_step.began_at = parts->step();
+  current_step.reductions_before = parts->reductions();
+  if (sampler != nullptr) batch.require(count, *sampler, position.next_place());
+  current_step.samples = count / batch.own_shares();
+  current_step.places = current_step.samples * batch.shares();
   earlier.begin_step();
   copies.take();
-  compared.reset();
-  if (generations->has_trial() || !generations->have_come().empty()) compared.emplace(*parts, done);
-  in_step = true;
+  current_step.compared.reset();
+  if (generations->has_trial() || !generations->have_come().empty()) current_step.compared.emplace(*parts, counts.done);
+  current_step.unfinished = true;
 }
 
 void Elastic::State::commit() {
-  earlier.look();
+  earlier.check();
   bool map = false;
   try {
     map = parts->prepare_commit();
@@ -41,52 +39,49 @@ void Elastic::State::commit() {
   }
   if (parts->finishes_alone() && !earlier.found()) {
     // A program may have caught the error of a backward that a death has cut off.
-    const bool reduced = parts->reductions() > reductions_before;
-    ready = !parts->reduces() ? Ready::if_another_has : reduced ? Ready::yes : Ready::no;
+    const bool reduced = parts->reductions() > current_step.reductions_before;
+    current_step.ready = !parts->reduces() ? Ready::if_another_has : reduced ? Ready::yes : Ready::no;
   }
   if (parts->has_replicas()) return commit_over_hosts(map);
   parts->commit(meet(map));
 }
 
 bool Elastic::State::meet(bool map) {
-  const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
-  const bool knock = joins != nullptr && joins->anyone_knocks();
-  const auto complete = static_cast<double>(done);
-  std::vector<double> values{count,    -count,   map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0,
-                             complete, -complete};
-  const auto of_epoch = static_cast<double>(sampler != nullptr ? sampler->epoch() : 0);
-  for (const double place : {static_cast<double>(pass), of_epoch}) values.insert(values.end(), {place, -place});
-  const auto drops = static_cast<int64_t>(values.size());
-  values.resize(values.size() + static_cast<size_t>(world.size()));  // by rank
-  values[static_cast<size_t>(drops + world.rank())] = static_cast<double>(dropped);
-  const auto fixed = static_cast<int64_t>(values.size());
-  std::optional<Comparison> own;
+  CommitReport own{.samples = Extent(static_cast<double>(current_step.samples)),
+                   .steps = Extent(static_cast<double>(counts.done)),
+                   .pass = Extent(static_cast<double>(position.pass)),
+                   .epoch = Extent(static_cast<double>(sampler != nullptr ? sampler->epoch() : 0)),
+                   .map = map,
+                   .earlier_gradients = earlier.found(),
+                   .join_requested = joins != nullptr && joins->anyone_knocks()};
+  own.dropped.resize(static_cast<size_t>(world.size()));
+  own.dropped[static_cast<size_t>(world.rank())] = static_cast<double>(dropped.count());
+  std::optional<Comparison> compared;
   if (!generations->have_come().empty()) {
-    own = compared;
-    own->add_options(*parts);
-    const auto set = own->values();
-    values.insert(values.end(), set.begin(), set.end());
+    compared = current_step.compared;
+    compared->add_options(*parts);
+    own.compared = compared->values();
   }
-  const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "commit of the step"});
-  if (most[3] != 0) earlier.refuse();
-  if (most[5] != -most[6]) {
+  const auto all = own.of_all(world.group(), {parts->step(), -1, "commit of the step"});
+  if (all.earlier_gradients) earlier.refuse();
+  if (all.steps.differs()) {
     throw UsageError(
         fmt::format("Elastic: ranks have completed {} to {} steps, although none has ended: do all ranks call step() "
                     "equally often?",
-                    -most[6], most[5]));
+                    all.steps.least(), all.steps.most));
   }
-  require_equal_drops({most.begin() + drops, most.begin() + fixed});
-  require_one_pass({most.begin() + 7, most.begin() + drops});
-  if (sampler != nullptr && most[0] != -most[1]) {
+  DroppedSteps::require_equal(all.dropped);
+  require_one_pass(all.pass, all.epoch);
+  if (sampler != nullptr && all.samples.differs()) {
     throw UsageError(
         fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
                     "many, so give their loaders the same batch size",
-                    -most[1], most[0]));
+                    all.samples.least(), all.samples.most));
   }
-  if (own) require_alike(*own, {most.begin() + fixed, most.end()});
-  asked = most[4] != 0;
-  return most[2] != 0;
+  if (compared) require_alike(*compared, all.compared);
+  trial.requested = all.join_requested;
+  return all.map;
 }
 
 // Once one rank has come through the meeting, all have their gradients, and all of a host have mapped each other's.
@@ -94,23 +89,23 @@ bool Elastic::State::meet(bool map) {
 // have come.
 void Elastic::State::commit_over_hosts(bool map) {
   parts->map_on_host(map);
-  const auto decide = [&](bool passes) { return generations->decide(decisions, passes); };
+  const auto decide = [&](bool passes) { return generations->decide(counts.decisions, passes); };
   try {
     meet(false);
   } catch (const CommError&) {
-    ++decisions;
+    ++counts.decisions;
     if (!parts->commit_over_hosts(false, decide)) throw;
-    asked = false;
+    trial.requested = false;
     return;
   }
-  ++decisions;  // not where the meeting has refused the step on all ranks
+  ++counts.decisions;  // not where the meeting has refused the step on all ranks
   if (!parts->commit_over_hosts(true, decide)) throw CommError("a rank has ended in the commit of the step");
 }
 
 void Elastic::State::finish(const std::function<void()>& update) {
-  in_step ? finish_step(update) : update();
-  ready = Ready::no;
-  ++changes;
+  current_step.unfinished ? finish_step(update) : update();
+  current_step.ready = Ready::no;
+  ++counts.changes;
 }
 
 // A sum may be made in the update where this rank is alone; it is over shares as well.
@@ -118,7 +113,7 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
   const auto end = c10::make_scope_exit([this] { batch.end_step(); });
   const auto turn = parts->begin_update();
   const auto fail = [this] {
-    failed = true;
+    current_step.failed = true;
     generations->resign();  // the others have finished this step, or will finish it for this rank
   };
   const NoCommunication scope(
@@ -146,88 +141,66 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
         "optimizer.step() out, or caught its error; this rank has left the job");
   }
   parts->check_update();
-  in_step = false;
-  dropped = 0;
+  current_step.unfinished = false;
+  dropped.complete_step();
   end_trial();
-  ++done;
-  taken += std::exchange(skipped, 0) + static_cast<size_t>(places);
+  ++counts.done;
+  position.complete_step(current_step.places);
 }
 
 void Elastic::State::require_between_steps(const char* what) const {
-  if (failed) {
+  if (current_step.failed) {
     throw UsageError(
         "Elastic: an update has failed on this rank, whose parameters may be half updated: it has left the job, "
         "and the others go on; end the program");
   }
-  if (!running) return;
+  if (!current_step.running) return;
   throw UsageError(
       fmt::format("Elastic: {} is called within step(): communicate directly in the step's first function, and call "
                   "together() and step() between steps",
                   what));
 }
 
-// A step that was abandoned, or whose gradients have been reduced, has ended on all ranks; one that a wrapper knows to
-// have failed, in forward or backward, does so in the next forward.
-void Elastic::State::count_dropped() {
-  const auto of = std::exchange(left_step, std::nullopt);
-  if (of && parts->reduces() && *of == parts->step() && !parts->is_broken()) ++dropped;
-}
-
-void Elastic::State::require_equal_drops(const std::vector<double>& by_rank) {
-  const auto least = *std::min_element(by_rank.begin(), by_rank.end());
-  std::vector<size_t> ranks;
-  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
-    if (by_rank[rank] > least) ranks.push_back(rank);
-  }
-  if (ranks.empty()) return;
-  throw UsageError(fmt::format(
-      "Elastic: the first function of step() has thrown on rank {} before its backward, and the loop went on, so that "
-      "its next samples may have met those of the step before on the other ranks. Catch errors, and repeat what has "
-      "failed, within that function; or call abandon_step() where you catch them, of DistributedOptimizer, or of the "
-      "wrapper after its forward: the others get StepAbandoned",
-      fmt::join(ranks, ", ")));
-}
-
 void Elastic::State::undo() {
-  ready = Ready::no;
-  if (!in_step) return;
+  current_step.ready = Ready::no;
+  if (!current_step.unfinished) return;
   copies.restore();
   batch.end_step();
   if (!earlier.untouched()) {
     for (const auto& parameter : parts->module().parameters()) parameter.mutable_grad().reset();
   }
-  in_step = false;
+  current_step.unfinished = false;
 }
 
 // For an exception that the program may catch: backwards outside of Elastic have their usual mean, and a step that
 // follows begins with the buffers that all ranks have in common.
 void Elastic::State::leave_step() {
   batch.end_step();
-  left_step = began_at;
-  if (in_step && options.keep_global_batch > 0) copies.restore_buffers();
+  dropped.leave(current_step.began_at);
+  if (current_step.unfinished && options.keep_global_batch > 0) copies.restore_buffers();
 }
 
 // The program goes on behind the samples of the step, and with what it has changed meanwhile.
 void Elastic::State::skip_step() {
-  ready = Ready::no;
-  if (std::exchange(in_step, false)) skipped += static_cast<size_t>(places);
+  current_step.ready = Ready::no;
+  if (std::exchange(current_step.unfinished, false)) position.skip_step(current_step.places);
 }
 
 bool Elastic::State::step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
   require_between_steps("step()");
-  if (outdated && !asks) {
+  if (position.outdated && !position.asks) {
     if (generations->is_on_trial()) generations->resign();
     throw UsageError(
         "Elastic: the ranks have changed, and this loop never calls in_epoch(), which divides the rest of the samples "
         "anew: make the loader within while (elastic.in_epoch()), and leave it when step() returns false");
   }
-  if (outdated) return false;
+  if (position.outdated) return false;
   begin_loop();
   follow_epoch();
-  running = true;
-  const auto end = c10::make_scope_exit([this] { running = false; });
+  current_step.running = true;
+  const auto end = c10::make_scope_exit([this] { current_step.running = false; });
   try {
-    if (asked && admit()) return false;
+    if (trial.requested && admit()) return false;
     const bool complete = try_step(count, compute, update);
     while (parts->exchange_due()) exchange();
     return complete;
@@ -241,7 +214,7 @@ void Elastic::State::exchange() {
   const std::function<void()> apply = [this] { parts->apply_exchange(); };
   try {
     parts->exchange();
-    ready = Ready::yes;
+    current_step.ready = Ready::yes;
     world.group().barrier().wait();
   } catch (const CommError& error) {
     if (!generations->mends(error)) throw;
@@ -262,7 +235,7 @@ void Elastic::State::publish_update(int64_t done_before_step) {
 
 bool Elastic::State::try_step(int64_t count, const std::function<void()>& compute,
                               const std::function<void()>& update) {
-  const auto before = done;
+  const auto before = counts.done;
   const auto begin = std::chrono::steady_clock::now();
   try {
     begin_step(count);
@@ -275,18 +248,18 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     blame_newcomers(error.what());
     recover(&update);
     if (earlier.found()) earlier.refuse();
-    return done > before;
+    return counts.done > before;
   } catch (const Error& error) {
     leave_step();
     const bool disagree = dynamic_cast<const DisagreeError*>(&error) != nullptr;
-    if (disagree) differ = can_blame();
+    if (disagree) trial.ranks_differ = can_blame();
     if ((!disagree && dynamic_cast<const UsageError*>(&error) == nullptr) || !blame_newcomers(error.what())) {
       skip_step();
       throw;
     }
-    left_step.reset();  // it is done again
+    dropped.repeat();  // it is done again
     recover(&update);
-    return done > before;
+    return counts.done > before;
   } catch (...) {
     leave_step();
     skip_step();
@@ -295,12 +268,11 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
   try {
     finish(update);
   } catch (...) {
-    if (!failed) skip_step();  // the update was refused
+    if (!current_step.failed) skip_step();  // the update was refused
     throw;
   }
   publish_update(before);
-  step_seconds =
-      std::max(step_seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  waits.complete_step(std::chrono::steady_clock::now() - begin);
   return true;
 }
 

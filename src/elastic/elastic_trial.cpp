@@ -24,15 +24,15 @@ constexpr Milliseconds patience_in_regroup(30'000);
 }  // namespace
 
 void Elastic::State::begin_loop() {
-  begun = true;
+  arrival.begun = true;
   cell_of(world)->state->withheld = false;
 }
 
 // A newcomer's own waits have the world's limit, because it cannot tell whether another one is late.
 void Elastic::State::limit_waits(Milliseconds for_newcomers) {
-  if (!proven) return;
+  if (!arrival.proven) return;
   const Milliseconds world_limit(std::chrono::seconds(cell_of(world)->state->options.timeout_seconds));
-  const auto limit = std::max(std::min(for_newcomers, world_limit), longest_wait);
+  const auto limit = std::max(std::min(for_newcomers, world_limit), waits.longest);
   auto& progress = *state_of(world.group())->progress;
   progress.timeout_ms = limit.count();  // 0: the world's limit
   if (progress.checks) progress.checks->progress->timeout_ms = limit.count();
@@ -40,17 +40,16 @@ void Elastic::State::limit_waits(Milliseconds for_newcomers) {
 
 void Elastic::State::wait_longer() {
   const Milliseconds world_limit(std::chrono::seconds(cell_of(world)->state->options.timeout_seconds));
-  // The job is lost at the world's limit, before which a rank must have been killed.
-  longest_wait = std::max(longest_wait, std::min(2 * longest_wait, 2 * world_limit / 5));
-  generations->set_straggler_limit(longest_wait);
+  waits.lengthen(world_limit);
+  generations->set_straggler_limit(waits.longest);
 }
 
 void Elastic::State::begin_admission() {
-  limit_waits(patience_in_regroup + Milliseconds(static_cast<int64_t>(2000 * step_seconds)));
+  limit_waits(waits.for_newcomers(patience_in_regroup));
 }
 
 void Elastic::State::begin_trial() {
-  const auto limit = patience + Milliseconds(static_cast<int64_t>(2000 * step_seconds));
+  const auto limit = waits.for_newcomers(patience);
   generations->set_patience(limit);
   if (generations->has_trial()) limit_waits(limit);
 }
@@ -58,7 +57,7 @@ void Elastic::State::begin_trial() {
 void Elastic::State::end_trial() {
   if (!generations->has_trial()) return;
   generations->end_trial();
-  proven = true;
+  arrival.proven = true;
   limit_waits();
 }
 
@@ -67,17 +66,20 @@ bool Elastic::State::is_one_of(const MemberList& members) const {
 }
 
 void Elastic::State::compare_in_trial() {
-  auto own = *compared;
+  auto own = *current_step.compared;
   own.add_options(*parts);
-  std::vector<double> values{static_cast<double>(samples), -static_cast<double>(samples)};
+  Extent samples(static_cast<double>(current_step.samples));
+  std::vector<double> values{samples.most, samples.minus_least};
   const auto set = own.values();
   values.insert(values.end(), set.begin(), set.end());
   const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "first step of a newcomer"});
-  if (sampler != nullptr && most[0] != -most[1]) {
+  samples.most = most[0];
+  samples.minus_least = most[1];
+  if (sampler != nullptr && samples.differs()) {
     throw UsageError(fmt::format(
         "Elastic: with a newcomer, ranks have {} to {} samples in one step, and this one has {}: a batch size "
         "that follows from the number of ranks must not differ in a rank that comes",
-        -most[1], most[0], samples));
+        samples.least(), samples.most, current_step.samples));
   }
   require_alike(own, {most.begin() + 2, most.end()});
 }
@@ -85,8 +87,8 @@ void Elastic::State::compare_in_trial() {
 void Elastic::State::require_alike(const Comparison& own, const std::vector<double>& most) {
   const auto difference = own.difference(most);
   if (difference.empty()) return;
-  differ = can_blame();
-  ready = Ready::no;  // the gradients are those of parameters that differ
+  trial.ranks_differ = can_blame();
+  current_step.ready = Ready::no;  // the gradients are those of parameters that differ
   throw UsageError("Elastic: " + difference);
 }
 
@@ -104,12 +106,12 @@ bool Elastic::State::can_blame() const {
 
 bool Elastic::State::is_to_blame() const {
   const auto come = generations->have_come();
-  return differ && is_one_of(come) && come.size() < generations->members().size();
+  return trial.ranks_differ && is_one_of(come) && come.size() < generations->members().size();
 }
 
 // All ranks know that they differ; the first ranks count.
 bool Elastic::State::blame_newcomers(const std::string& why) {
-  if (differ && !generations->has_trial()) {
+  if (trial.ranks_differ && !generations->has_trial()) {
     const auto come = generations->have_come();
     if (is_one_of(come)) return false;
     generations->drop(come, why);

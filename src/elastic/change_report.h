@@ -14,6 +14,6 @@ std::string taken_over(const ElasticParts& parts, const GlobalBatch& batch, cons
 
 // Notes the change in the flight recorder of the former group, passes it to on_change, or says it on standard error,
 // and appends it to the metrics file. rank: of this process from now on; rank 0 speaks.
-void tell(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former);
+void report_change(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former);
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-#include "elastic/told.h"
+#include "elastic/change_report.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -25,7 +25,7 @@ std::string taken_over(const ElasticParts& parts, const GlobalBatch& batch, cons
          fmt::format("; of {} slices of the batch, the ranks compute {}", batch.shares(), fmt::join(slices, ", "));
 }
 
-void tell(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former) {
+void report_change(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former) {
   note(former, change.text());  // which leaves no room for more
   if (!change.taken_over.empty()) note(former, change.taken_over);
   if (rank == 0 && !options.metrics.empty()) {
