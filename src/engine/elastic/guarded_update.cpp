@@ -231,17 +231,17 @@ void GuardedUpdate::run(bool updates) {
   for (auto& gradient : gradients_) gradient = Gradient();
 }
 
-bool GuardedUpdate::is_left_by_all() {
+bool GuardedUpdate::is_abandoned_by_all() {
   const int self = group_.rank();
   const auto has_begun = [&](int rank) {
     const auto& record = shared_.record(rank);
     return record.update.load() >= commits_ || record.updated.load() >= commits_;
   };
   if (has_begun(self)) return false;
-  shared_.record(self).left.store(commits_);
+  shared_.record(self).abandoned.store(commits_);
   survivors_.ring();
   bool begun = false;
-  const auto owes = [&](int rank) { return !has_begun(rank) && shared_.record(rank).left.load() < commits_; };
+  const auto owes = [&](int rank) { return !has_begun(rank) && shared_.record(rank).abandoned.load() < commits_; };
   const auto all_have_come = [&] {
     bool all = true;
     for (int rank = 0; rank < group_.size(); ++rank) {

@@ -93,7 +93,7 @@ class GuardedUpdate {
   void skip();
   // For a rank that neither runs nor skips the update, or has failed in it: whether no rank that lives has begun with
   // its own. Waits until each has come so far.
-  bool is_left_by_all();
+  bool is_abandoned_by_all();
   // Whether this rank's update of the last commit is complete.
   bool is_updated() const { return is_updated(group_.rank()); }
 

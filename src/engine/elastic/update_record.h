@@ -14,9 +14,9 @@ struct alignas(128) UpdateRecord {
   std::atomic<int64_t> update;   // number of the commit whose update `mark` is about
   std::atomic<int64_t>
       mark;  // 2 k + 1: chunk k may be half written, its former bytes are in the scratch; 2 k + 2: done
-  std::atomic<int64_t> updated;  // number of the last commit whose update is complete
-  std::atomic<int64_t> left;     // number of the last commit whose update the rank has left before it began
-  std::atomic<int64_t> verdict;  // rank 0's counts for all: 2 n: commit n has failed; 2 n + 1: it has passed
+  std::atomic<int64_t> updated;    // number of the last commit whose update is complete
+  std::atomic<int64_t> abandoned;  // number of the last commit whose update the rank has abandoned before it began
+  std::atomic<int64_t> verdict;    // rank 0's counts for all: 2 n: commit n has failed; 2 n + 1: it has passed
 };
 
 // Optimizer state of one tensor that a rank updates. The state's tensors lie in slots beside it.

@@ -60,13 +60,13 @@ Group ShardedOptimizerBase::job() const {
 }
 
 bool ShardedOptimizerBase::update_was_refused() const {
-  return state_->commit.refused && (!state_->guarded || state_->guarded->is_left_by_all());
+  return state_->commit.refused && (!state_->guarded || state_->guarded->is_abandoned_by_all());
 }
 
 bool ShardedOptimizerBase::misses_update() const {
   const auto& guarded = state_->guarded;
   if (state_->has_second_owners()) state_->commit.passed = false;
-  return guarded && !guarded->is_updated() && !guarded->is_left_by_all();
+  return guarded && !guarded->is_updated() && !guarded->is_abandoned_by_all();
 }
 
 std::optional<int64_t> ShardedOptimizerBase::updates_to_compare() const {

@@ -92,9 +92,9 @@ void ShardGossipOptimizerCore::regroup(FullyShardedCore& parallel, const Group& 
   auto& gossip = *gossip_;
   // The ranks may have changed while parameters held the hosts' mean, or while only some ranks had kept their own
   // values.
-  if (gossip.kept) gossip.kept->put_all_back();
+  if (gossip.saved) gossip.saved->restore_all();
   inside.barrier().wait();
-  gossip.kept.reset();
+  gossip.saved.reset();
   gossip.holds_mean = false;
   ShardGroups groups{.all = inside, .shard = inside, .places = std::vector<int>(place.inside.size())};
   std::iota(groups.places.begin(), groups.places.end(), 0);

@@ -44,8 +44,8 @@ void ShardGossipOptimizerCore::hold_mean() {
 void ShardGossipOptimizerCore::keep_own() {
   auto& gossip = *gossip_;
   if (state().has_commit()) {
-    gossip.kept = std::make_unique<KeptValues>(state().group, state().shared_targets(param_groups_));
-    gossip.kept->keep(state().group.rank());
+    gossip.saved = std::make_unique<SavedValues>(state().group, state().shared_targets(param_groups_));
+    gossip.saved->save(state().group.rank());
   } else {
     for (const auto& bucket : gossip.buckets) {
       gossip.own.push_back(at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype())));
@@ -57,7 +57,7 @@ void ShardGossipOptimizerCore::keep_own() {
 
 void ShardGossipOptimizerCore::restore_own() {
   auto& gossip = *gossip_;
-  if (gossip.kept) gossip.kept->put_back(state().group.rank());
+  if (gossip.saved) gossip.saved->restore(state().group.rank());
   for (size_t i = 0; i < gossip.own.size(); ++i) gossip.buckets[i].read_from(gossip.own[i]);
   gossip.own.clear();
   gossip.holds_mean = false;

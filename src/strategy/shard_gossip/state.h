@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/elastic/guarded_update.h"
-#include "engine/elastic/kept_values.h"
+#include "engine/elastic/saved_values.h"
 #include "shoal/shard_gossip.h"
 #include "strategy/decentralized/averaging.h"
 
@@ -42,7 +42,7 @@ struct ShardGossipOptimizerCore::Gossip {
   // In an elastic job.
   std::vector<std::string> names{};       // of the hosts at its start
   std::vector<std::vector<int>> ranks{};  // by host, after a change: world ranks
-  std::unique_ptr<KeptValues> kept{};     // in place of `own`
+  std::unique_ptr<SavedValues> saved{};   // in place of `own`
   std::optional<int64_t> version{};       // shown last, while the ranks change
   std::vector<at::Tensor> gathered{};     // by bucket: what a step mixes in, where the ranks of this host can read it
   GossipTerms mixed_in{};                 // the same by what this rank updates

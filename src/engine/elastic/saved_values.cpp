@@ -1,4 +1,4 @@
-#include "engine/elastic/kept_values.h"
+#include "engine/elastic/saved_values.h"
 
 #include <torch/utils.h>
 
@@ -10,59 +10,59 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kept_alignment = 128;
+constexpr int64_t saved_alignment = 128;
 
 int64_t aligned(int64_t bytes) {
-  return (bytes + kept_alignment - 1) / kept_alignment * kept_alignment;
+  return (bytes + saved_alignment - 1) / saved_alignment * saved_alignment;
 }
 
 using Word = std::atomic<int64_t>;
 
 }  // namespace
 
-KeptValues::KeptValues(const Group& group, UpdateTargets targets) : targets_(std::move(targets)) {
+SavedValues::SavedValues(const Group& group, UpdateTargets targets) : targets_(std::move(targets)) {
   int64_t end = 0;
   for (const auto& list : targets_) {
     places_.push_back(end);
-    end += kept_alignment;
+    end += saved_alignment;
     for (const auto& target : list) end += aligned(static_cast<int64_t>(target.values.nbytes()));
   }
   memory_ = group.allocate_host_shared(end, at::kByte, std::vector<Range>(targets_.size())).tensor();
 }
 
-std::byte* KeptValues::at(int64_t offset) const {
+std::byte* SavedValues::at(int64_t offset) const {
   return static_cast<std::byte*>(memory_.data_ptr()) + offset;
 }
 
 template <class Copy>
-void KeptValues::for_each(int rank, const Copy& copy) const {
+void SavedValues::for_each(int rank, const Copy& copy) const {
   const torch::NoGradGuard no_grad;
-  auto place = places_[static_cast<size_t>(rank)] + kept_alignment;
+  auto place = places_[static_cast<size_t>(rank)] + saved_alignment;
   for (const auto& target : targets_[static_cast<size_t>(rank)]) {
     const auto& values = target.values;
-    const auto kept = at::from_blob(at(place), {values.numel()}, values.options().requires_grad(false));
-    copy(target, in_memory_order(values.detach()), kept);
+    const auto saved = at::from_blob(at(place), {values.numel()}, values.options().requires_grad(false));
+    copy(target, in_memory_order(values.detach()), saved);
     place += aligned(static_cast<int64_t>(values.nbytes()));
   }
 }
 
-void KeptValues::keep(int rank) {
-  for_each(rank, [](const UpdateTarget&, const at::Tensor& values, at::Tensor kept) { kept.copy_(values); });
+void SavedValues::save(int rank) {
+  for_each(rank, [](const UpdateTarget&, const at::Tensor& values, at::Tensor saved) { saved.copy_(values); });
   reinterpret_cast<Word*>(at(places_[static_cast<size_t>(rank)]))->store(1);
 }
 
-void KeptValues::put_back(int rank) {
+void SavedValues::restore(int rank) {
   auto& word = *reinterpret_cast<Word*>(at(places_[static_cast<size_t>(rank)]));
   if (word.load() == 0) return;
-  for_each(rank, [](const UpdateTarget& target, at::Tensor values, const at::Tensor& kept) {
-    values.copy_(kept);
+  for_each(rank, [](const UpdateTarget& target, at::Tensor values, const at::Tensor& saved) {
+    values.copy_(saved);
     if (target.rounded.defined()) at::Tensor(target.rounded).copy_(values);
   });
   word.store(0);
 }
 
-void KeptValues::put_all_back() {
-  for (int rank = 0; rank < static_cast<int>(targets_.size()); ++rank) put_back(rank);
+void SavedValues::restore_all() {
+  for (int rank = 0; rank < static_cast<int>(targets_.size()); ++rank) restore(rank);
 }
 
 }  // namespace shoal

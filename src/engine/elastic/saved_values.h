@@ -1,5 +1,5 @@
 #pragma once
-// Values of shards that are set aside while others take their place.
+// Copies of shards, from which they are restored after others have taken their place.
 
 #include "engine/elastic/held_state.h"
 #include "shoal/group.h"
@@ -7,16 +7,16 @@
 namespace shoal {
 
 // In memory that the ranks of a host share, so that a rank which ends does not take its values along.
-class KeptValues {
+class SavedValues {
  public:
   // targets: what each rank of the group updates. Collective.
-  KeptValues(const Group& group, UpdateTargets targets);
+  SavedValues(const Group& group, UpdateTargets targets);
 
-  // Sets this rank's values aside. They may change from now on.
-  void keep(int rank);
-  // Puts a rank's values back, if they are set aside. If the rank has ended, others may do so, all at once as well.
-  void put_back(int rank);
-  void put_all_back();
+  // Saves this rank's values. They may change from now on.
+  void save(int rank);
+  // Restores a rank's values, if they are saved. If the rank has ended, others may do so, all at once as well.
+  void restore(int rank);
+  void restore_all();
 
  private:
   std::byte* at(int64_t offset) const;
@@ -25,7 +25,7 @@ class KeptValues {
   void for_each(int rank, const Copy& copy) const;
 
   UpdateTargets targets_;
-  std::vector<int64_t> places_{};  // by rank: a word that says whether its values are set aside; they follow
+  std::vector<int64_t> places_{};  // by rank: a word that says whether its values are saved; they follow
   at::Tensor memory_{};
 };
 
