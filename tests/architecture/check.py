@@ -213,8 +213,15 @@ def check_advice(root, files):
                     yield "%s: names a header of detail/" % os.path.relpath(os.path.join(folder, name), root)
 
 
-# Classes of the engine have one job each.
+# Classes have one job each. Those of the exceptions have more members, and may only lose some.
 MOST_MEMBERS = 20
+LARGE = {
+    "DecentralizedDataParallelCore::State": 38,
+    "Job": 22,
+    "JobStore::State": 36,
+    "TrainOptions": 45,
+    "TrainResult": 26,
+}
 CLASS = re.compile(r"(?<!enum )\b(?:class|struct)\s+((?:\w+::)*\w+)(?:\s+final)?\s*(?::[^;{}()]*)?\{")
 NO_MEMBER = re.compile(r"\b(using|friend|typedef|static|template|class|struct|enum|union|static_assert|operator)\b")
 
@@ -257,13 +264,16 @@ def members(body):
 
 
 def check_sizes(path, text):
-    """Violations of the number of data members that a class of the engine may have."""
-    if not path.startswith(ENGINE):
+    """Violations of the number of data members that a class may have; nested classes count on their own."""
+    if not path.startswith("src/"):
         return
     for match in CLASS.finditer(text):
-        count = members(text[match.end():])
-        if count > MOST_MEMBERS:
-            yield "%s: %s has %d data members, more than %d" % (path, match.group(1), count, MOST_MEMBERS)
+        name, count = match.group(1), members(text[match.end():])
+        most = LARGE.get(name, MOST_MEMBERS)
+        if count > most:
+            yield "%s: %s has %d data members, more than %d" % (path, name, count, most)
+        if name in LARGE and count < most:
+            yield "%s: %s has %d data members: LARGE in check.py can have fewer, or need not name it" % (path, name, count)
 
 
 STRING = re.compile(r'R"\((?:.|\n)*?\)"|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)\'')

@@ -28,6 +28,7 @@ PLANTED = [
     ("include/shoal/other.h", '#include "shoal/error.h"\n', "does not say to which layer"),
     ("src/engine/buckets/bucket.h", "struct Large {\n  int first_;\n" + 20 * "  std::map<int, int> more_{};\n" + "};\n",
      "Large has 21 data members"),
+    ("src/launch/job.h", "struct Job {\n  int first_;\n};\n", "Job has 1 data members: LARGE in check.py"),
     ("src/engine/buckets/bucket.h", 'const char open = \'{\';\nnamespace shoal {\nclass World final : public Other {};\n}\n',
      "shoal::World is defined in include/shoal/world.h and in src/engine/buckets/bucket.h"),
     ("src/optim/state.cpp", 'const char* advice = "see shoal/detail/range.h";\n', "an error names a header of detail/"),
