@@ -1,6 +1,7 @@
 """PY08, PY09: the wheel of the build tree (SHOAL_BUILD, or build/) in a fresh virtual environment. Its programs run with a
 PATH that has nothing but that environment: no compiler and no mpirun."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -300,6 +301,20 @@ def test_PY09_another_torch_is_refused_with_both_versions(environment):
     code = "import torch; torch.__version__ = '9.9.1'\nimport shoal"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=bare, timeout=100)
     assert done.returncode != 0 and "but torch 9.9.1 is installed" in done.stderr
+
+
+def test_PY09_an_extension_that_does_not_load_is_an_error_that_says_what_it_was_built_for(tmp_path, monkeypatch):
+    folder = tmp_path / "without"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    shutil.copy(BUILD / "python" / "shoal" / "_load.py", folder)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="Python files alone: install the wheel"):
+        importlib.import_module("without._load")
+    shutil.copy(BUILD / "python" / "shoal" / "_version.py", folder)
+    importlib.invalidate_caches()
+    with pytest.raises(ImportError, match=r"built for torch 2\S+ does not load in Python 3\.\d+ with torch 2\S+ .*'_C'"):
+        importlib.import_module("without._load")
 
 
 def test_PY09_a_cpp_program_builds_against_the_wheel(environment, tmp_path):
