@@ -297,8 +297,8 @@ void Job::reap_orphans() {
   while (waitid(P_ALL, 0, &found, WEXITED | WNOHANG | WNOWAIT) == 0 && found.si_pid != 0) {
     const auto known = [&](const Child& child) { return child.running && child.pid == found.si_pid; };
     const auto& children = ranks_.children();
-    if (found.si_pid == watcher_.pid() || std::any_of(children.begin(), children.end(), known)) return;
-    waitpid(found.si_pid, nullptr, 0);
+    if (std::any_of(children.begin(), children.end(), known)) return;  // the next reap() sees it
+    found.si_pid == watcher_.pid() ? watcher_.reap() : void(waitpid(found.si_pid, nullptr, 0));
     found.si_pid = 0;
   }
 }

@@ -69,7 +69,7 @@ class Job {
   Signals signals_;
   Output output_;
   const std::string id_;
-  const Watcher watcher_;  // made before there are threads
+  Watcher watcher_;  // made before there are threads
   const std::string secret_;
   JobStore store_;
   Newcomers newcomers_;

@@ -75,12 +75,20 @@ Watcher::Watcher(const std::string& job) : job_(job) {
 
 Watcher::~Watcher() {
   close(socket_);
+  if (pid_ < 0) {
+    end_processes_of(job_);
+    return;
+  }
   int status = 0;
   pid_t ended = 0;
   do {
     ended = waitpid(pid_, &status, 0);
   } while (ended < 0 && errno == EINTR);
   if (ended == pid_ && WIFSIGNALED(status)) end_processes_of(job_);
+}
+
+void Watcher::reap() {
+  if (pid_ > 0 && waitpid(pid_, nullptr, WNOHANG) == pid_) pid_ = -1;
 }
 
 bool Watcher::add(pid_t group) const {

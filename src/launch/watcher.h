@@ -20,7 +20,10 @@ class Watcher {
   // Registers and removes a rank's process group. False if the watcher has ended: somebody has killed it.
   bool add(pid_t group) const;
   bool remove(pid_t group) const;
+  // -1 once it is reaped.
   pid_t pid() const { return pid_; }
+  // Takes note that it has ended, as somebody has killed it.
+  void reap();
 
  private:
   bool tell(pid_t group) const;
