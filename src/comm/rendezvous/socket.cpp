@@ -13,6 +13,9 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
+
+#include "base/print_to_stderr.h"
 
 namespace shoal {
 namespace {
@@ -72,11 +75,20 @@ SocketAddress resolve(const std::string& host, int port) {
 }
 
 SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host, int port) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
+  constexpr std::chrono::seconds silently(3);
+  const auto begin = std::chrono::steady_clock::now();
+  bool told = false;
   SocketAddress address;
   while (const int error = look_up(host, port, address)) {
+    const std::string why = gai_strerror(error);
     const bool unknown = (error == EAI_NONAME || error == EAI_AGAIN || error == EAI_NODATA) && may_be_name(host);
-    if (!unknown || std::chrono::steady_clock::now() >= deadline) throw std::runtime_error(gai_strerror(error));
+    if (!unknown || limit.count() == 0) throw std::runtime_error(why);
+    const auto waited = std::chrono::steady_clock::now() - begin;
+    if (waited >= limit) throw std::runtime_error(fmt::format("{} (tried for {} s)", why, limit.count()));
+    if (waited >= silently && !std::exchange(told, true)) {
+      print_to_stderr("shoal: the name '{}' is not known: {}; it is asked for until {} s are over\n", host, why,
+                      limit.count());
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
   }
   return address;

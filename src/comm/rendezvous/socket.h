@@ -38,7 +38,7 @@ struct SocketAddress {
 // First address of a host name or numeric address. std::runtime_error with the resolver's reason.
 SocketAddress resolve(const std::string& host, int port);
 // The same, but a name that is not known is asked for again until the limit: that of a host that has just started, as a
-// pod, becomes known a little later.
+// pod, becomes known a little later. After 3 s a line on standard error says so.
 SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host, int port);
 // Local address of a socket. Throws std::system_error.
 SocketAddress own_address(const Descriptor& socket);

@@ -107,20 +107,17 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
   const std::chrono::seconds limit(timeout_seconds);
   const auto deadline = Clock::now() + limit;
   // The name of a host that has just started may not be known yet, as that of rank 0's pod.
-  std::string unresolved;
+  resolve_master(address, port, limit);
   const auto listens = [&] {
     try {
-      unresolved.clear();
       return somebody_listens(resolve_master(address, port), deadline);
-    } catch (const UsageError& error) {
-      unresolved = error.what();
+    } catch (const UsageError&) {  // it is not known for a moment
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(limit, std::chrono::milliseconds(300)));
       return false;
     }
   };
   while (!listens()) {
     if (Clock::now() > deadline) {
-      if (!unresolved.empty()) throw UsageError(fmt::format("{} (tried for {} s)", unresolved, timeout_seconds));
       throw CommError(
           fmt::format("no server at {}:{} after {} s: rank 0 did not start, its host is unreachable, or MASTER_ADDR "
                       "and MASTER_PORT differ between ranks",
