@@ -221,13 +221,34 @@ TEST(LaunchEnvironment, a_batch_script_is_no_task) {
   Variables script = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_JOB_ID", "7"}};
   EXPECT_NE(test::refusal([&] { find(script); }).find("SLURM_NTASKS is 4: start the program with srun"),
             std::string::npos);
+  const auto of_script = [&](const std::string& name) -> std::optional<std::string> {
+    const auto found = script.find(name);
+    return found == script.end() ? std::nullopt : std::optional(found->second);
+  };
+  EXPECT_TRUE(in_batch_script(of_script));
   script["SLURM_NTASKS"] = "1";
   EXPECT_EQ(find(script).source, "alone");
   script["SLURM_STEP_ID"] = "4294967290";  // of salloc's shell
   script["SLURM_NTASKS"] = "4";
   EXPECT_EQ(find(script).source, "alone");
+  EXPECT_FALSE(in_batch_script(of_script));
+  script.erase("SLURM_STEP_ID");
   script["RANK"] = "1", script["WORLD_SIZE"] = "2";  // of shoal launch or torchrun in the script
+  EXPECT_FALSE(in_batch_script(of_script));
   EXPECT_EQ(find(script).rank, 1);
+}
+
+// As the shell that salloc opens on the first node with `srun --preserve-env`: Slurm's own number of its step counts.
+TEST(LaunchEnvironment, a_shell_that_is_a_step_of_one_task_is_alone_in_any_allocation) {
+  Variables shell{{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"},  {"SLURM_NNODES", "2"},
+                  {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"}};
+  shell["SLURM_STEP_NODELIST"] = "node[03-04]";
+  EXPECT_EQ(find(shell).size, 1);
+  auto by_hand = shell;
+  by_hand["RANK"] = "0", by_hand["WORLD_SIZE"] = "1";
+  EXPECT_EQ(find(by_hand).source, "RANK and WORLD_SIZE");
+  shell["SLURM_STEP_NUM_TASKS"] = "8";
+  EXPECT_EQ(find(shell).size, 8);
 }
 
 TEST(LaunchEnvironment, takes_one_source_as_a_whole) {
@@ -256,6 +277,7 @@ TEST(LaunchEnvironment, one_rank_by_leftovers_and_several_by_the_launcher_are_re
   // Launchers of one rank inside of others say who they are; shells of Slurm are no tasks; and others agree.
   EXPECT_EQ(find(with(with(left, mpirun), {{"TORCHELASTIC_RUN_ID", "day"}})).size, 1);
   EXPECT_EQ(find(with(with(left, task), {{"TORCHELASTIC_RUN_ID", "night"}})).size, 1);
+  EXPECT_EQ(find(with(with(left, task), {{"LOCAL_WORLD_SIZE", "1"}})).size, 1) << "a training of Ray";
   EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}})).size, 1);
   EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_STEP_ID", "4294967290"}})).size, 1);
   EXPECT_EQ(find(with(left, alone_by_mpi)).size, 1);

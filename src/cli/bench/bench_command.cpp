@@ -182,7 +182,7 @@ Placement check_bench_options(BenchOptions& options, const CLI::App& command) {
   options.training.transports = options.collectives.transports;
   options.collectives.validate();
   if (options.train) options.training.validate();
-  const auto placement = find_placement({}, process_environment());
+  const auto placement = find_place(options.ranks);
   validate_start(options, placement);
   require_not_standard_output("--html", options.html);
   require_two_files("--json", options.json, "--html", options.html);

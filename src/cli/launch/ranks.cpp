@@ -3,10 +3,12 @@
 #include <ATen/Parallel.h>
 
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <iterator>
 #include <system_error>
 
+#include "base/environment.h"
 #include "cli/exit_code.h"
 
 namespace shoal::cli {
@@ -32,6 +34,11 @@ int launch_ranks(LaunchOptions how, const std::vector<std::string>& line, const 
     how.command = line;
   }
   return launch(how);
+}
+
+Placement find_place(const std::optional<int>& ranks) {
+  if (ranks && in_batch_script(process_environment())) unsetenv("SLURM_PROCID");  // ranks would inherit it
+  return find_placement({}, process_environment());
 }
 
 }  // namespace shoal::cli

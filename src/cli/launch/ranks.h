@@ -2,9 +2,11 @@
 // Ranks of the program's own commands, on this host.
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/rendezvous/launch_environment.h"
 #include "launch/launcher.h"
 
 namespace shoal::cli {
@@ -14,5 +16,9 @@ namespace shoal::cli {
 // has other threads, whose locks would stay locked in a fork, they are started with `line`, the command line, instead.
 // Returns the launcher's exit code.
 int launch_ranks(LaunchOptions how, const std::vector<std::string>& line, const std::function<int()>& rank);
+
+// Place of this process among its launcher's ranks. ranks: as --ranks gives them, which also starts them where Slurm's
+// batch script for several tasks has no place.
+Placement find_place(const std::optional<int>& ranks);
 
 }  // namespace shoal::cli

@@ -372,7 +372,7 @@ void add_train_command(CLI::App& app, const std::vector<std::string>& line, Acti
     if (options->flight_recorder.empty()) {
       options->flight_recorder = process_environment()("SHOAL_FLIGHT_RECORDER").value_or("");
     }
-    const auto placement = find_placement({}, process_environment());
+    const auto placement = find_place(options->ranks);
     const int ranks = ranks_of(*options, placement);
     check_start(*options, placement, ranks);
     chosen = [options, placement, ranks, &line] { return train(*options, placement, ranks, line); };

@@ -2,9 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <functional>
 #include <iterator>
+#include <string_view>
 
 #include "base/limits.h"
 #include "shoal/error.h"
@@ -49,16 +51,27 @@ int port_from(const std::string& job) {
   return 20000 + static_cast<int>(std::hash<std::string>()(job) % 12000);
 }
 
+bool is_slurm(const Source& source) {
+  return std::string_view(source.rank) == "SLURM_PROCID";
+}
+
+// For Slurm that of the step: SLURM_NTASKS may be the allocation's in it, as in a shell of srun --preserve-env.
+std::optional<std::string> size_of(const Source& source, const Environment& environment) {
+  const auto of_step =
+      is_slurm(source) && environment("SLURM_STEP_ID") ? environment("SLURM_STEP_NUM_TASKS") : std::nullopt;
+  return of_step ? of_step : environment(source.size);
+}
+
 // A value that is left over from elsewhere would make each process of a launcher a training of its own. Launchers of
-// ranks within another launcher's process say who they are.
+// ranks within another launcher's process say who they are: torchrun and its like, and Ray, which counts the ranks of
+// a host.
 void refuse_contradiction(const Source& chosen, const Environment& environment) {
-  if (environment("TORCHELASTIC_RUN_ID")) return;
+  if (environment("TORCHELASTIC_RUN_ID") || environment("LOCAL_WORLD_SIZE")) return;
   for (const auto* other = &chosen + 1; other != std::end(sources); ++other) {
     const auto rank = environment(other->rank);
-    const auto size = environment(other->size);
+    const auto size = size_of(*other, environment);
     if (!rank || !size || *size == "1") continue;
-    const bool slurm = std::string(other->rank) == "SLURM_PROCID";
-    if (slurm && environment("SLURM_STEP_ID").value_or(shell_step) == shell_step) continue;
+    if (is_slurm(*other) && environment("SLURM_STEP_ID").value_or(shell_step) == shell_step) continue;
     throw UsageError(
         fmt::format("{0}={1} and {2}=1 say that this rank is alone, but {3}={4} and {5}={6} that it is one of several: "
                     "unset {0} and {2} to train together, or {3} and {5} to run alone",
@@ -75,11 +88,11 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
   }
   for (const auto& source : sources) {
     const auto rank = environment(source.rank);
-    const auto size = environment(source.size);
+    const auto size = size_of(source, environment);
     if (!rank && !size) continue;
     // A shell inside an allocation has SLURM_NTASKS, and a batch script SLURM_PROCID as well, but neither is a task;
     // nor is the shell of salloc, which runs in a step of its own (Slurm's SLURM_INTERACTIVE_STEP).
-    const bool slurm = std::string(source.rank) == "SLURM_PROCID";
+    const bool slurm = is_slurm(source);
     const auto step = environment("SLURM_STEP_ID");
     const bool shell = step == shell_step;
     const bool single = size.value_or("1") == "1" && environment("SLURM_NNODES").value_or("1") == "1";
@@ -146,6 +159,12 @@ std::string find_name(const Placement& placement, const Environment& environment
 void refuse_contradiction(const Environment& environment) {
   const auto& first = sources[0];
   if (environment(first.rank) && environment(first.size) == "1") refuse_contradiction(first, environment);
+}
+
+bool in_batch_script(const Environment& environment) {
+  const auto is_set = [&](const Source& source) { return environment(source.rank) || environment(source.size); };
+  const auto* first = std::find_if(std::begin(sources), std::end(sources), is_set);
+  return first != std::end(sources) && is_slurm(*first) && environment(first->rank) && !environment("SLURM_STEP_ID");
 }
 
 std::string store_name(const Placement& placement) {
