@@ -178,7 +178,9 @@ bool Elastic::State::admit() {
   const auto most = options.keep_global_batch > 0 ? batch.shares() : JoinTable::most_members;
   try {
     parts->prepare_admission();
-    if (!generations->admit(static_cast<int>(most), parts->why_one_host())) return false;
+    const auto* joins = generations->joins();
+    const auto changed = joins != nullptr && world.rank() == 0 ? terms.changed_since(*joins) : "";
+    if (!generations->admit(static_cast<int>(most), parts->why_one_host(), changed)) return false;
   } catch (const CommError& error) {
     if (!generations->mends(error)) throw;
   }

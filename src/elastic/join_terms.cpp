@@ -180,20 +180,30 @@ void JoinTerms::publish(JoinTable& table) const {
   why.empty() ? table.publish(text()) : table.close(why);
 }
 
-void JoinTerms::require_alike(const std::string& job) const {
-  const auto theirs = lines_of(job);
+// other: a text(). whose: in words. Empty: there are none.
+std::string JoinTerms::differences_from(const std::string& other, const char* whose) const {
+  const auto theirs = lines_of(other);
   const auto own = lines();
   std::vector<std::string> differences;
   for (size_t i = 0; i < std::max(theirs.size(), own.size()); ++i) {
     const auto here = i < own.size() ? own[i] : "nothing more";
     const auto there = i < theirs.size() ? printable(theirs[i]) : "nothing more";
-    if (here != there) differences.push_back(fmt::format("{} (the job: {})", here, there));
+    if (here != there) differences.push_back(fmt::format("{} ({}: {})", here, whose, there));
   }
-  if (differences.empty()) return;
   const auto more = differences.size() > most_differences ? differences.size() - most_differences : 0;
   differences.resize(differences.size() - more);
-  throw UsageError(fmt::format("Elastic: this process cannot join the job, because it differs: {}{}",
-                               fmt::join(differences, "; "), more > 0 ? fmt::format("; and {} more", more) : ""));
+  return fmt::format("{}{}", fmt::join(differences, "; "), more > 0 ? fmt::format("; and {} more", more) : "");
+}
+
+void JoinTerms::require_alike(const std::string& job) const {
+  const auto differences = differences_from(job, "the job");
+  if (differences.empty()) return;
+  throw UsageError("Elastic: this process cannot join the job, because it differs: " + differences);
+}
+
+std::string JoinTerms::changed_since(const JoinTable& table) const {
+  const auto said = table.description();
+  return said ? differences_from(*said, "when its ranks constructed Elastic") : "";
 }
 
 void JoinTerms::require_alike(JoinTable& table, int timeout_seconds, const std::function<void()>& while_waiting) const {

@@ -28,6 +28,9 @@ class JoinTerms {
   void require_alike(JoinTable& table, int timeout_seconds, const std::function<void()>& while_waiting) const;
   // The same with the text() of a member.
   void require_alike(const std::string& job) const;
+  // In a member: how it differs by now from what publish() has said, so that newcomers, which fit that, do not fit any
+  // more; empty: not at all.
+  std::string changed_since(const JoinTable& table) const;
 
   // Line by line what must be equal; a line begins with what it is about.
   std::string text() const;
@@ -37,6 +40,7 @@ class JoinTerms {
  private:
   std::string why_closed() const;
   std::vector<std::string> lines() const;
+  std::string differences_from(const std::string& other, const char* whose) const;
 
   const ElasticParts& parts_;
   const DistributedSampler* sampler_;

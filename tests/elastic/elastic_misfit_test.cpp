@@ -267,6 +267,40 @@ TEST(ElasticJoin, ELA06_a_newcomer_that_froze_a_parameter_before_the_optimizer_w
   }
 }
 
+// It fits what the job was, and is refused before it costs the job a recovery.
+TEST(ElasticJoin, ELA06_a_job_that_has_frozen_a_parameter_refuses_newcomers_and_goes_on_in_its_generation) {
+  for (const auto sharding : {test::Sharding::none, test::Sharding::zero2, test::Sharding::megatron}) {
+    SCOPED_TRACE(test::short_name(sharding));
+    const test::SharedRecord record;
+    const auto body = [&](const World& world) -> std::string {
+      alarm(30);
+      const auto net = std::make_shared<test::Net>();
+      const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
+      const auto elastic = wrapped.elastic(world);
+      const auto x = test::inputs_of({1, 2});
+      while (elastic->steps() < 4) {
+        if (elastic->steps() == 1) net->third->bias.set_requires_grad(false);
+        while (record->last_step != 0 && elastic->steps() >= record->last_step) usleep(200);
+        const auto compute = [&] { wrapped.backward(test::loss_of(wrapped.forward(x), x)); };
+        if (!elastic->step(2, compute, [&] { wrapped.step(); })) continue;
+        wrapped.optimizer->zero_grad();
+        record->evaluations[world.rank()] = static_cast<int>(elastic->steps());
+      }
+      return elastic->generation() == 1 ? "" : "a recovery";
+    };
+    record->last_step = 2;
+    JoinJob job(2, body);
+    ASSERT_TRUE(JoinJob::comes_true([&] { return record->evaluations[0] == 2 && record->evaluations[1] == 2; }));
+    const int newcomer = job.add(body);
+    ASSERT_TRUE(job.comes_to_knock(newcomer));
+    record->last_step = 0;
+    const auto ended = job.end_of(newcomer);
+    EXPECT_NE(ended.text.find("the job has refused this newcomer: the job has changed since"), std::string::npos)
+        << ended.text;
+    for (const int rank : {0, 1}) EXPECT_EQ(job.end_of(rank).text, "");
+  }
+}
+
 TEST(ElasticJoin, ELA06_a_newcomer_with_other_limits_of_pages_ends_alone) {
   const Trained trained{.sharding = test::Sharding::fsdp};
   const test::SharedRecord record;

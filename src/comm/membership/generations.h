@@ -61,8 +61,9 @@ class Generations {
   bool has_newcomers() const { return !newcomers_of(members()).empty(); }
   // Between two steps: begins a generation with the processes that ask to join. False: none does, and nothing has
   // changed. True: recover() must follow. Refused are processes that cannot be reached, more than there may be ranks,
-  // and, if there is a reason, those of other hosts than the first member's. Collective over the members.
-  bool admit(int most_ranks, const std::string& why_one_host = "");
+  // and, if there is a reason, those of other hosts than the first member's. changed: how the job differs from what
+  // they have compared themselves with; all are refused for it. Collective over the members.
+  bool admit(int most_ranks, const std::string& why_one_host = "", const std::string& changed = "");
   // All ranks of the present generation have the job's state. on_trial: those that have not completed a step with the
   // others yet, equal on all that have.
   void complete(MemberList on_trial = {});

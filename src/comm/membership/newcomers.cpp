@@ -145,7 +145,7 @@ void Generations::drop_late(const MemberCard& card) {
   }
 }
 
-bool Generations::admit(int most_ranks, const std::string& why_one_host) {
+bool Generations::admit(int most_ranks, const std::string& why_one_host, const std::string& changed) {
   MemberList admitted;
   const auto group = cell_->group;
   if (joins_ && group.rank() == 0) {
@@ -157,6 +157,8 @@ bool Generations::admit(int most_ranks, const std::string& why_one_host) {
       const int ranks = group.size() + static_cast<int>(admitted.size());
       if (!reached) {
         refuse({member}, "its memory cannot be opened, nothing is heard of its host, or it has ended");
+      } else if (!changed.empty()) {
+        refuse({member}, "the job has changed since it said what newcomers must be: " + changed);
       } else if (!why_one_host.empty() && !is_on_this_host(member)) {
         refuse({member},
                fmt::format("it is on another host than the job's ranks, and {}; or start it on theirs", why_one_host));
