@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
@@ -47,7 +48,11 @@ void require_writable_folder(const char* option, const std::string& path) {
   std::filesystem::create_directories(path, error);
   if (error) refuse(option, path, error.message());
   if (!std::filesystem::is_directory(path, error)) refuse(option, path, "it is not a folder");
-  if (access(path.c_str(), W_OK | X_OK) != 0) refuse(option, path, std::strerror(errno));
+  auto file = path + "/.writable-XXXXXX";
+  const int made = mkostemp(file.data(), O_CLOEXEC);
+  if (made < 0) refuse(option, path, std::strerror(errno));
+  close(made);
+  unlink(file.c_str());
 }
 
 void require_not_read(const char* option, const std::string& output, const std::vector<std::filesystem::path>& read) {

@@ -11,7 +11,8 @@ namespace shoal::cli {
 void require_writable_file(const char* option, const std::string& path);
 // UsageError if the path is "-", for outputs that are files only.
 void require_not_standard_output(const char* option, const std::string& path);
-// The same as require_writable_file() for a folder, which is created if necessary.
+// The same as require_writable_file() for a folder, which is created if necessary, and in which a file is made and
+// removed: access rights do not tell of all file systems.
 void require_writable_folder(const char* option, const std::string& path);
 // UsageError if the output is one of the files that the command reads, or lies in one of the folders. Accepts "" and
 // "-".

@@ -225,14 +225,58 @@ TEST(Start, places_to_write_to_are_looked_at_before_training) {
   for (const auto* option : {"--json", "--metrics"}) {
     expect_refused(reference({option, folder.file("none/report")}), option);
   }
-  for (const auto* option : {"--trace", "--save"})
+  for (const auto* option : {"--trace", "--save"}) {
     expect_refused(reference({option, folder.file("a_file/in")}), option);
+    expect_refused(reference({option, "/proc"}), std::string(option) + ": cannot write /proc: ");
+  }
+  std::filesystem::create_directory(folder.file("loop"));
+  std::filesystem::create_symlink("latest", folder.file("loop/latest"));
+  expect_refused(reference({"--save", folder.file("loop")}), "--save: cannot look at " + folder.file("loop/latest"));
   expect_refused({"bench", "--json", folder.file("none/report")}, "--json: cannot write");
   expect_refused({"bench", "--html", folder.file("none/report")}, "--html: cannot write");
   // The check does not create the file: a training that fails later leaves no empty report.
   const auto report = folder.file("report.json");
   EXPECT_EQ(shoal(reference({"--json", report, "--resume", folder.file("nothing")})).code, 1);
   EXPECT_FALSE(std::filesystem::exists(report));
+}
+
+// Without --ranks the script has probably forgotten srun.
+TEST(Start, ranks_that_a_batch_script_of_slurm_asks_for_are_started) {
+  const std::vector<std::pair<std::string, std::string>> script{
+      {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_ID", "7"}};
+  Line line = reference({"--ranks", "1"});
+  line.insert(line.begin(), SHOAL);
+  const auto ended = run_together({{line, script}}, 60).front();
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  line.resize(line.size() - 2);
+  expect_one_error(run_together({{line, script}}, 60).front(), 2, "start the program with srun");
+}
+
+// Ranks of a launcher find the places of rank 0 out after they have met, so that none waits for it in vain.
+TEST(Start, places_that_rank_0_cannot_write_to_are_an_error_on_all_ranks) {
+  const TempFolder folder;
+  std::ofstream(folder.file("a_file")) << "x";
+  const auto refused = [&](const std::string& option, const std::string& path) {
+    const auto ended = shoal({"launch", "-n", "2", "--", SHOAL, "train", "--data", "reference", "--model", "mlp",
+                              "--steps", "2", option, folder.file(path)});
+    EXPECT_EQ(ended.code, 1) << ended.output;
+    for (const std::string rank : {"0", "1"}) {
+      const auto said =
+          "[" + rank + "] rank " + rank + ": error: rank 0: " + option + ": cannot write " + folder.file(path);
+      EXPECT_NE(ended.output.find(said), std::string::npos) << ended.output;
+    }
+  };
+  refused("--save", "a_file/in");
+  refused("--metrics", "none/metrics");
+  // As on two hosts without a shared file system.
+  const auto elsewhere = shoal({"launch", "-n", "2", "--", "sh", "-c",
+                                "cd " + folder.path().string() + " && mkdir $RANK && cd $RANK && exec " + SHOAL +
+                                    " train --data reference --model mlp --steps 2 --save run"});
+  for (const std::string rank : {"0", "1"}) {
+    const auto said =
+        "[" + rank + "] rank " + rank + ": error: rank 1: --save: run, which rank 0 has made, is not there";
+    EXPECT_NE(elsewhere.output.find(said), std::string::npos) << elsewhere.output;
+  }
 }
 
 TEST(Start, outputs_do_not_replace_what_the_command_reads_or_saves) {

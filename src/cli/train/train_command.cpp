@@ -21,6 +21,7 @@
 #include "cli/telemetry/trace.h"
 #include "cli/train/device.h"
 #include "cli/train/memory.h"
+#include "cli/train/outputs.h"
 #include "cli/train/report.h"
 #include "cli/train/same_options.h"
 #include "cli/writable.h"
@@ -175,7 +176,10 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   const auto device = use_device(options.device, world.local_rank());
   const auto read = datasets != nullptr ? *datasets : read_datasets(options);
   const auto feed = on_device(make_feed(options, world.rank(), world.size(), read), device);
-  if (!world.joining()) require_same_options(options, *feed, world.group());
+  if (!world.joining()) {
+    require_same_options(options, *feed, world.group());
+    check_outputs(options, world.group());
+  }
   const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   load_libraries(options);
   MemoryUse memory{.before = resident_mib()};
@@ -281,38 +285,17 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
   return ranks;
 }
 
-// Neither the report nor the metrics may replace what the training reads, or what else it writes.
-void check_outputs(const TrainOptions& options, std::vector<std::filesystem::path> read) {
-  const auto topology = options.strategy_options.find("topology_file");
-  if (topology != options.strategy_options.end()) read.emplace_back(topology->second);
-  require_writable_folder("--save", options.save);
-  for (const auto& [option, path] : {std::pair("--json", options.json), std::pair("--metrics", options.metrics)}) {
-    require_not_read(option, path, read);
-    require_no_rank_file(option, path, options.trace, ".json");
-    require_no_rank_file(option, path, options.flight_recorder, ".flight");
-    if (!options.save.empty()) {
-      for (const auto* saved : {"/latest", "/model.safetensors"})
-        require_two_files(option, path, "--save", options.save + saved);
-    }
-    require_writable_file(option, path);
-  }
-  require_not_standard_output("--metrics", options.metrics);
-  require_two_files("--metrics", options.metrics, "--json", options.json);
-}
-
 // Reports faults that every rank would find on its own, and those that would show only after training.
 void check_start(const TrainOptions& options, const Placement& placement, int ranks) {
   if (options.elastic.value_or(0) > ranks) {
     throw UsageError(fmt::format("--elastic {}: give at most {}, the ranks that start", *options.elastic, ranks));
   }
   options.check_strategy(ranks, placement.source == "alone" ? std::optional(1) : std::nullopt);
-  const auto data = data_files(options);
+  data_files(options);  // refuses those that are not there
   require_open_files(ranks);
   if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(shm::arena_bytes);
-  require_writable_folder("--trace", options.trace);
   require_writable_folder("--flight-recorder", options.flight_recorder);
-  if (placement.rank != 0) return;
-  check_outputs(options, data);
+  if (placement.source == "alone") check_outputs(options);  // ranks of other launchers check them together
 }
 
 // A model alone, as --save and other programs write it, is refused once, and in the words of the command line.

@@ -2,13 +2,13 @@
 
 #include <fmt/format.h>
 
-#include <filesystem>
 #include <utility>
 
 #include "base/print_to_stderr.h"
 #include "cli/exit_code.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
+#include "cli/train/earlier_run.h"
 #include "cli/train/exchanges.h"
 #include "cli/train/loop.h"
 #include "cli/train/report.h"
@@ -225,7 +225,7 @@ TrainResult Trainer::run() {
   }
   const bool anew = !joins && (options_.resume.empty() || options_.partial);
   if (anew) checkpoints_.begin_anew();
-  if (reports && first == 0 && !options_.save.empty() && std::filesystem::exists(options_.save + "/latest")) {
+  if (reports && first == 0 && !options_.save.empty() && latest_step(options_.save)) {
     print_to_stderr(
         "--save {}: replaces checkpoints of an earlier run at the same steps; --resume latest goes on from it\n",
         options_.save);
