@@ -4,16 +4,16 @@
 
 #include <algorithm>
 #include <charconv>
-#include <thread>
 
 #include "base/environment.h"
+#include "base/processors.h"
 #include "launch/leftovers.h"
 
 namespace shoal {
 namespace {
 
 int threads_per_rank(int ranks) {
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks);
+  return std::max(1, processors() / ranks);
 }
 
 }  // namespace

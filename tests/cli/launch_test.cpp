@@ -1,6 +1,7 @@
 // `shoal launch`: any program on N ranks.
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -8,9 +9,9 @@
 #include <fstream>
 #include <iterator>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "base/processors.h"
 #include "tests/cli/launched.h"
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
@@ -105,7 +106,7 @@ TEST(Launch, cores_are_shared_out_unless_the_environment_says_otherwise) {
                           variables_of(variables)};
     return run_together({command}, 20).front().output;
   };
-  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  const auto cores = processors();
   const auto saved = std::getenv("OMP_NUM_THREADS") != nullptr ? std::string(std::getenv("OMP_NUM_THREADS")) : "";
   unsetenv("OMP_NUM_THREADS");
   EXPECT_EQ(threads("1", ""), "[0] threads " + std::to_string(cores) + "\n");
@@ -116,6 +117,10 @@ TEST(Launch, cores_are_shared_out_unless_the_environment_says_otherwise) {
     const auto said = threads("1", "OMP_NUM_THREADS=" + none);  // libgomp may complain
     EXPECT_TRUE(said.ends_with("[0] threads " + std::to_string(cores) + "\n")) << said;
   }
+  const auto on_one = run({"taskset", "-c", std::to_string(sched_getcpu()), SHOAL, "launch", "-n", "1", "--", "sh",
+                           "-c", "echo threads $OMP_NUM_THREADS"},
+                          20);
+  EXPECT_EQ(on_one.output, "[0] threads 1\n");
   if (!saved.empty()) setenv("OMP_NUM_THREADS", saved.c_str(), 1);
 }
 

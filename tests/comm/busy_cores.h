@@ -1,7 +1,6 @@
 #pragma once
 // Processes that compute on all cores.
 
-#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/processors.h"
 #include "comm/shm/host_load.h"
 
 namespace shoal::test {
@@ -21,10 +21,7 @@ class BusyCores {
   static bool seen() {
     std::ifstream file("/proc/loadavg");
     const std::string text{std::istreambuf_iterator<char>(file), {}};
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    return shm::runnable_threads(text).value_or(0) > 0 && sched_getaffinity(0, sizeof set, &set) == 0 &&
-           CPU_COUNT(&set) >= sysconf(_SC_NPROCESSORS_ONLN);
+    return shm::runnable_threads(text).value_or(0) > 0 && processors() >= sysconf(_SC_NPROCESSORS_ONLN);
   }
 
   BusyCores() {

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "base/processors.h"
 #include "cli/commands.h"
 #include "cli/train/report.h"
 #include "comm/mpi/mpi.h"
@@ -83,6 +84,7 @@ Json examine() {
     report["launchers"][name] = path.empty() ? "not in PATH; shoal launch needs none" : path;
   }
   report["cores"] = std::thread::hardware_concurrency();
+  report["usable_cores"] = processors();
   report["memory_gib"] =
       static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE)) / (1 << 30);
   report["dev_shm_gib"] = gib("/dev/shm");

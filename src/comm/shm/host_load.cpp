@@ -1,21 +1,20 @@
 #include "comm/shm/host_load.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <charconv>
 
+#include "base/processors.h"
+
 namespace shoal::shm {
 namespace {
 
 // A process that may use some of the cores alone cannot tell who else wants these.
 bool may_use_all_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) >= sysconf(_SC_NPROCESSORS_ONLN);
+  return processors() >= sysconf(_SC_NPROCESSORS_ONLN);
 }
 
 bool is_busy() {

@@ -1,9 +1,8 @@
 #include "comm/shm/wait.h"
 
-#include <sched.h>
-
 #include <algorithm>
 
+#include "base/processors.h"
 #include "shoal/detail/clock.h"
 
 namespace shoal::shm {
@@ -20,9 +19,7 @@ void pause_briefly() {
 }  // namespace
 
 bool cores_suffice(int ranks) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof set, &set) == 0 && ranks <= CPU_COUNT(&set);
+  return ranks <= processors();
 }
 
 bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit,

@@ -7,8 +7,8 @@
 #include <csignal>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <thread>
 
+#include "base/processors.h"
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
@@ -43,7 +43,7 @@ TEST(Train, writes_a_report_of_the_reference_peers_shape) {
 // torchrun sets it to 1 for every rank; otherwise one rank per host would use all cores.
 TEST(Train, respects_the_threads_that_the_environment_asks_for) {
   const TempFolder folder;
-  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  const auto cores = processors();
   const auto threads_of = [&](const std::string& ranks, const std::string& variables,
                               const std::vector<std::string>& more) {
     const auto path = folder.file("report.json");

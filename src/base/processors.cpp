@@ -1,0 +1,80 @@
+#include "base/processors.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <fstream>
+#include <string>
+#include <vector>
+
+namespace shoal {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Version 2 has both numbers in one file, "200000 100000" or "max 100000"; version 1 has a file each, and -1 for none.
+std::optional<double> limit_of(const fs::path& group) {
+  std::string quota;
+  int64_t period = 0;
+  if (std::ifstream both(group / "cpu.max"); both) {
+    both >> quota >> period;
+  } else {
+    std::ifstream(group / "cpu.cfs_quota_us") >> quota;
+    std::ifstream(group / "cpu.cfs_period_us") >> period;
+  }
+  int64_t time = 0;
+  std::from_chars(quota.data(), quota.data() + quota.size(), time);
+  if (time <= 0 || period <= 0) return std::nullopt;
+  return static_cast<double>(time) / static_cast<double>(period);
+}
+
+bool has_processors(const std::string& controllers) {
+  return ("," + controllers + ",").find(",cpu,") != std::string::npos;
+}
+
+}  // namespace
+
+// A group's limit holds for those in it. A container may see its own group as the root, though its name is another.
+std::optional<int> processor_limit(const fs::path& root) {
+  const auto mounts = root / "sys/fs/cgroup";
+  std::optional<double> least;
+  std::ifstream groups(root / "proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // "0::/path", or "4:cpu,cpuacct:/path" of version 1
+    const auto first = line.find(':');
+    const auto second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const auto controllers = line.substr(first + 1, second - first - 1);
+    if (!controllers.empty() && !has_processors(controllers)) continue;
+    const std::vector<std::string> folders =
+        controllers.empty() ? std::vector<std::string>{"", "unified"} : std::vector{controllers, std::string("cpu")};
+    for (const auto& folder : folders) {
+      auto path = fs::path(line.substr(second + 1)).lexically_normal().relative_path();
+      while (true) {
+        const auto limit = limit_of(mounts / folder / path);
+        if (limit) least = std::min(*limit, least.value_or(*limit));
+        if (path.empty()) break;
+        path = path.parent_path();
+      }
+    }
+  }
+  if (!least) return std::nullopt;
+  return static_cast<int>(std::clamp(*least, 1.0, 1e6));
+}
+
+int processors_of_host() {
+  static const auto limit = processor_limit();
+  const auto online = std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
+  return std::min(online, limit.value_or(online));
+}
+
+int processors() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  const auto all = processors_of_host();
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? std::min(all, CPU_COUNT(&set)) : all;
+}
+
+}  // namespace shoal
