@@ -58,7 +58,11 @@ void refuse_what_cannot_go_on(const TrainOptions& options) {
   };
   if (options.device != "cpu")
     refuse("--device " + options.device, "only what lies in the CPU's memory outlives a rank");
-  if (!options.replan.empty()) refuse("--replan", "a rank that ends in the change of strategy would end the training");
+  if (!options.replan.empty())
+    refuse(
+        "--replan",
+        "a rank that ends in the change of strategy would take its part of the state with it; leave one of them out, "
+        "or give --save, and --resume latest under the other strategy");
   if (options.strategy == "ddp" && options.values().given("optimizer_in_backward")) {
     refuse("--optimizer-in-backward", "a step whose updates have begun cannot be undone; leave one of them out");
   }
