@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "checkpoint/on_all_ranks.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -64,9 +65,12 @@ class HookUse {
 }  // namespace
 
 std::shared_ptr<CommunicationHook> in_use_by(const std::string& wrapper, const torch::nn::Module& module,
-                                             const std::shared_ptr<CommunicationHook>& hook) {
+                                             const Group& group, const std::shared_ptr<CommunicationHook>& hook) {
   if (!hook) return nullptr;
-  return {std::make_shared<const HookUse>(wrapper, module, hook), hook.get()};
+  std::shared_ptr<const HookUse> use;
+  on_all_ranks(group, "use of the communication hook",
+               [&] { use = std::make_shared<const HookUse>(wrapper, module, hook); });
+  return {use, hook.get()};
 }
 
 bool is_in_use(const CommunicationHook& hook) {

@@ -101,7 +101,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;
   state->settings = std::move(settings);
-  options.communication_hook = in_use_by(state->name, *state->module, options.communication_hook);
+  options.communication_hook = in_use_by(state->name, *state->module, group, options.communication_hook);
   state->remake_reducer = [to = state.get(), options](const auto& consumer, const auto& frozen) {
     make_reducer(*to, options, consumer, frozen);
   };

@@ -46,7 +46,7 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
     : DataParallelCore(make_state(std::move(module), group, options)),
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
   auto& hook = shards_->options.communication_hook;
-  hook = in_use_by(state().name, *state().module, hook);
+  hook = in_use_by(state().name, *state().module, group, hook);
   if (!shards_->groups.equal && !options.sync_module_states) {
     throw UsageError(
         "FullyShardedDataParallel: sync_module_states is off, and hosts run different numbers of ranks, so that their "

@@ -75,8 +75,10 @@ std::vector<std::string> describe(const DistributedOptimizerOptions& options) {
 }
 
 // The options as this optimizer holds them.
-DistributedOptimizerOptions with_hook_in_use(const Chunks& chunks, DistributedOptimizerOptions options) {
-  options.communication_hook = in_use_by("DistributedOptimizer", *chunks.front(), options.communication_hook);
+DistributedOptimizerOptions with_hook_in_use(const Chunks& chunks, const Group& group,
+                                             DistributedOptimizerOptions options) {
+  auto& hook = options.communication_hook;
+  hook = in_use_by("DistributedOptimizer", *chunks.front(), group, hook);
   return options;
 }
 
@@ -111,7 +113,7 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
     }
   }
   check_dtypes(trainable, options);
-  const auto held = with_hook_in_use(chunks, options);
+  const auto held = with_hook_in_use(chunks, group, options);
   const auto groups = groups_of(group, options);
   auto state = std::make_unique<State>("DistributedOptimizer", groups.shard);
   if (options.shard_within_host) state->everybody = group;
@@ -136,7 +138,7 @@ DistributedOptimizerCore::DistributedOptimizerCore(const Modules& chunks, ParamG
     : ShardedOptimizerCore(complete(chunks, std::move(groups), options), std::move(defaults), make,
                            make_state(chunks, element_wise, group, options)),
       reduction_(std::make_unique<Reduction>(Reduction{.modules = chunks,
-                                                       .options = with_hook_in_use(chunks, options),
+                                                       .options = with_hook_in_use(chunks, group, options),
                                                        .ignored = ignored_by_chunk(chunks, options.ignored)})) {
   connect_chunks();
 }

@@ -153,7 +153,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
       sharding_(std::make_shared<Sharding>(
           Sharding{.optimizers = optimizers, .options = options, .groups = groups_of(optimizers, group)})) {
   auto& hook = sharding_->options.communication_hook;
-  hook = in_use_by(state().name, *state().module, hook);
+  hook = in_use_by(state().name, *state().module, group, hook);
   sharding_->take(sharding_->groups);
   state().adopts_buffers = options.broadcast_buffers;
   state().buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);

@@ -327,6 +327,18 @@ TEST_P(Hooks, FSDP14_a_hook_with_memory_serves_one_wrapper_at_a_time) {
   }
 }
 
+TEST_P(Hooks, FSDP14_a_hook_that_one_rank_alone_shares_is_refused_on_all) {
+  if (group().size() == 1) GTEST_SKIP() << "needs other ranks";
+  const auto hook = std::make_shared<TopKHook>();
+  const auto training = make(GetParam(), hook);
+  const int sharing = group().size() - 1;
+  const auto text =
+      test::refusal([&] { make(GetParam(), group().rank() == sharing ? hook : std::make_shared<TopKHook>()); });
+  EXPECT_THAT(text, testing::AllOf(testing::HasSubstr(fmt::format("rank {}: ", sharing)),
+                                   testing::HasSubstr("hook topk, fraction 0.01, error feedback true is in use"),
+                                   testing::HasSubstr("make one for each")));
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, Hooks,
                          testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads", "fsdp",
                                          "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"),
