@@ -4,6 +4,7 @@ import gc
 import pickle
 import weakref
 
+import pytest
 import torch
 
 import models
@@ -116,6 +117,19 @@ def test_PY05_a_training_that_only_refers_to_itself_is_freed_whoever_leads_to_th
             frees(strategy, lambda net, wrap=wrap: wrap(net, None, None))
 
     on_ranks(on_rank)
+
+
+def test_PY05_a_backward_whose_wrapper_is_gone_is_an_error():
+    def refuses(rank):
+        for strategy, wrap in {**STRATEGIES, "decentralized": LOCAL["decentralized"]}.items():
+            if strategy == "megatron":  # its optimizer sees no forward
+                continue
+            loss = wrap(torch.nn.Linear(3, 1), None, None)[0](torch.ones(2, 3)).sum()
+            gc.collect()
+            with pytest.raises(shoal.UsageError, match="wrapper is gone by now.*Keep the wrapper"):
+                loss.backward()
+
+    on_ranks(refuses)
 
 
 class Owner:

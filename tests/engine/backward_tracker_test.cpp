@@ -255,7 +255,10 @@ TEST(BackwardTracker, tells_nothing_once_detached) {
   tracked.tracker->inspect({output});
   tracked.tracker->detach();
   EXPECT_FALSE(tracked.tracker->attached());
-  EXPECT_EQ(tracked.backward(output.sum()), Told{});
+  EXPECT_EQ(tracked.backward((tracked.of(0) * 2).sum()), Told{});
+  const auto text = test::refusal([&] { tracked.backward(output.sum()); });
+  EXPECT_NE(text.find("a forward whose wrapper is gone by now: gradients, such as that of a,"), std::string::npos);
+  EXPECT_EQ(tracked.told, Told{});
 }
 
 }  // namespace

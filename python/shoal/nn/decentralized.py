@@ -65,14 +65,18 @@ class Rates(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates the closure, if there is one; backward updates the parameters. UsageError if gradients of some of them were
-        zeroed or dropped since."""
+        zeroed or dropped since, and if the wrapper is gone."""
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         core = self._core()
-        if core is not None:
-            core.check_gradients()
+        if core is None:
+            raise _C.UsageError(
+                "DecentralizedDataParallel: the wrapper of this optimizer is gone, and backward has updated nothing: keep the "
+                "wrapper, and call its forward"
+            )
+        core.check_gradients()
         return result
 
     def _optimizer_step_code(self) -> None:

@@ -20,6 +20,16 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
   return parameters;
 }
 
+// With torch::autograd::grad, parameters get no gradient.
+void require_wrapper(bool detached, const std::string& parameter) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (!detached || (chosen != nullptr && !chosen->empty())) return;
+  throw UsageError(
+      fmt::format("backward of a forward whose wrapper is gone by now: gradients, such as that of {}, would stay those "
+                  "of this rank alone. Keep the wrapper until backward has ended",
+                  parameter));
+}
+
 }  // namespace
 
 // Watches a backward from one of its final callbacks, which autograd keeps until that backward is over, whether it
@@ -85,6 +95,7 @@ void BackwardTracker::note_forward() {
 }
 
 void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached) {
+  if (gradients_.empty()) return;
   if (options_.find_unused_parameters) {
     if (!reached_) reached_.emplace(gradients_.size());
     // No tensor: they lie in a type that nobody has specialised OutputTensors for, or in an argument.
@@ -95,11 +106,15 @@ void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs, const std:
   // gradient of an output.
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
-    output.register_hook([this, reached, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
+    output.register_hook([this, reached, alive = std::weak_ptr<bool>(alive_), detached = detached_,
+                          parameter = gradients_.front().name](const at::Tensor&) {
       if (reached) *reached = true;
-      if (alive.expired()) return;
-      const auto held = lock();
-      called_by_pytorch([&] { watch(Until::this_one); });
+      called_by_pytorch([&] {
+        require_wrapper(*detached, parameter);
+        if (alive.expired()) return;
+        const auto held = lock();
+        watch(Until::this_one);
+      });
     });
   }
 }
@@ -261,6 +276,7 @@ void BackwardTracker::detach() {
   hooks_.reset();
   turns_.reset();
   alive_.reset();
+  *detached_ = true;
 }
 
 }  // namespace shoal

@@ -96,7 +96,7 @@ class BackwardTracker {
   // How often each gradient arrived in that backward.
   const std::vector<int>& arrivals() const { return arrivals_; }
 
-  // Removes the hooks: later backwards are not tracked.
+  // Removes the hooks: later backwards are not tracked. Those of earlier forwards are a UsageError.
   void detach();
   bool attached() const { return hooks_.has_value(); }
 
@@ -132,7 +132,9 @@ class BackwardTracker {
   std::optional<std::pair<int, size_t>>
       passed_by_{};  // autograd's number of the last such backward, and a gradient of it
 
-  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
+  // Hooks on outputs may outlive this object.
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
+  std::shared_ptr<bool> detached_ = std::make_shared<bool>(false);
   // Last member: its callbacks use all of the above.
   std::optional<GradientHooks> hooks_;
 };

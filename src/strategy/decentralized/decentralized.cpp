@@ -30,7 +30,9 @@ DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<tor
   if (joins) state_->rejoin();
 }
 
-DecentralizedDataParallelCore::~DecentralizedDataParallelCore() = default;
+DecentralizedDataParallelCore::~DecentralizedDataParallelCore() {
+  state_->tracker.detach();
+}
 
 void DecentralizedDataParallelCore::before_forward() {
   auto& state = *state_;

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <gmock/gmock.h>
+#include <torch/autograd.h>
 #include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
@@ -496,6 +497,17 @@ TEST_P(Faults, dropping_a_strategy_removes_its_hooks) {
   model->zero_grad();
   again.forward(batch(group().rank(), 0)).backward();
   again.step();
+}
+
+TEST_P(Faults, BEY10_a_backward_whose_wrapper_is_gone_is_refused) {
+  if (GetParam().starts_with("megatron")) GTEST_SKIP() << "DistributedOptimizer sees no forward";
+  if (gathers(GetParam())) GTEST_SKIP() << "the parameters of a wrapper that has gone are on all ranks in parts";
+  const auto x = batch(group().rank(), 0).requires_grad_();
+  const auto loss = Trainer(GetParam()).training.forward(x);
+  EXPECT_TRUE(torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true).front().defined());
+  const auto text = test::refusal([&] { loss.backward(); });
+  EXPECT_THAT(text, testing::AllOf(testing::HasSubstr("wrapper is gone by now"), testing::HasSubstr("first.weight"),
+                                   testing::HasSubstr("Keep the wrapper")));
 }
 
 // Steps without collectives: the failing rank still takes part in exchanges, with its present values.
