@@ -1,6 +1,7 @@
 """Strategies whose ranks differ between exchanges: LocalUpdates and DecentralizedDataParallel."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -459,6 +460,29 @@ def test_DDP18_gradients_of_some_parameters_alone_are_not_dropped_without_a_word
                 model.optimizer.step()
 
     on_ranks(trains)
+
+
+def test_DEC01_a_parameter_that_no_group_has_is_named_unless_it_is_frozen():
+    def wraps(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        with pytest.raises(shoal.UsageError, match="no param group has 1.weight, 1.bias.*nothing would train it.*freeze it"):
+            shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, params=net[0].parameters(), lr=0.1)
+        net[1].requires_grad_(False)
+        shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, params=net[0].parameters(), lr=0.1)
+
+    on_ranks(wraps)
+
+
+def test_DEC01_an_optimizer_whose_wrapper_is_gone_says_so():
+    def steps(rank):
+        net = torch.nn.Linear(2, 1)
+        optimizer = shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, lr=0.1).optimizer
+        gc.collect()
+        net(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(shoal.UsageError, match="wrapper of this optimizer is gone.*keep the wrapper"):
+            optimizer.step()
+
+    on_ranks(steps)
 
 
 def test_DEC01_a_parameter_that_is_not_the_modules_is_named():

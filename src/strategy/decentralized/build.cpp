@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "base/limits.h"
+#include "checkpoint/on_all_ranks.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "memory/views.h"
 #include "shoal/error.h"
@@ -58,6 +59,26 @@ OptimizerRecipe::ParamGroups groups_in(const std::vector<NamedParameter>& member
   return groups;
 }
 
+// Nothing else could train a parameter that is in none: its gradient is dropped in backward.
+void require_in_groups(const std::vector<Gradient>& gradients, const OptimizerRecipe& recipe,
+                       const torch::nn::Module& module) {
+  if (!recipe.groups) return;
+  const auto groups = recipe.groups(module);
+  std::vector<std::string> left_out;
+  for (const auto& gradient : gradients) {
+    const bool in = std::any_of(groups.begin(), groups.end(), [&](const auto& group) {
+      return std::any_of(group.params().begin(), group.params().end(),
+                         [&](const at::Tensor& parameter) { return parameter.is_same(gradient.parameter); });
+    });
+    if (!in) left_out.push_back(gradient.name);
+  }
+  if (left_out.empty()) return;
+  throw UsageError(
+      fmt::format("DecentralizedDataParallel: no param group has {}, so that nothing would train it: put it into a "
+                  "group, freeze it (requires_grad_(false)) or name it in `ignored`",
+                  fmt::join(left_out, ", ")));
+}
+
 }  // namespace
 
 State::State(std::shared_ptr<torch::nn::Module> of, OptimizerRecipe of_optimizers, const Group& over,
@@ -81,6 +102,8 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerRecipe of_optimizer
         "DecentralizedDataParallel: the optimizer's recipe is empty: make it by optimizer_recipe<Optimizer>(options)");
   }
   if (!joins_again(group)) agree(group, "the options of DecentralizedDataParallel", describe(options));
+  const auto require = [this] { require_in_groups(gradients, recipe, *module); };
+  joins_again(group) ? require() : on_all_ranks(group, "param groups", require);
   const auto parameters = parameters_of(gradients);
   for (const auto& parameter : parameters) {
     if (options.param_as_bucket_view) homes.push_back(home_of(parameter));

@@ -49,6 +49,33 @@ TEST(Decentralized, DEC08_accumulation_and_evaluation_neither_update_nor_exchang
   }
 }
 
+TEST(Decentralized, DEC01_a_parameter_that_no_group_has_is_refused_unless_it_is_frozen_or_ignored) {
+  const auto recipe = optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1), [](const auto& module) {
+    OptimizerRecipe::ParamGroups groups;
+    groups.emplace_back(dynamic_cast<const MlpImpl&>(module).first->parameters());
+    groups.emplace_back(dynamic_cast<const MlpImpl&>(module).second->parameters());
+    return groups;
+  });
+  const auto wrap = [&](const Mlp& model, Options options) {
+    options.topology = ring();
+    const DecentralizedDataParallel parallel(model, recipe, group(), options);
+  };
+  const auto model = seeded(1);
+  const auto text = refusal([&] { wrap(model, {}); });
+  EXPECT_NE(text.find("no param group has third.weight, third.bias, so that nothing would train it"), std::string::npos)
+      << text;
+  EXPECT_NO_THROW(wrap(model, {.ignored = {"third.weight", "third.bias"}}));
+  for (auto& parameter : model->third->parameters()) parameter.set_requires_grad(false);
+  EXPECT_NO_THROW(wrap(model, {}));
+}
+
+TEST(Decentralized, DEC01_a_backward_whose_wrapper_is_gone_is_refused) {
+  const auto loss =
+      mean_loss(DecentralizedDataParallel(seeded(1), plain(), group(), {.topology = ring()}).forward(batch(me(), 0)));
+  const auto text = refusal([&] { loss.backward(); });
+  EXPECT_NE(text.find("wrapper is gone by now"), std::string::npos) << text;
+}
+
 TEST(Decentralized, DEC01_what_reads_a_used_gradient_is_told_what_to_call) {
   auto simulation = simulated();
   auto model = seeded(1);
