@@ -2,6 +2,7 @@
 
 #include "engine/gradients/backward_tracker.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -35,7 +36,8 @@ struct Tracked : BackwardListener {
   }
   void end_local_backward() override { told.push_back("end local"); }
   void backward_failed() override { told.push_back("failed"); }
-  void end_backward() override {
+  void end_backward(EndStage stage) override {
+    if (stage != EndStage::deliver) return;
     told.push_back("end");
     tracker->require_all_arrivals();
     tracker->expect_the_same();
@@ -259,6 +261,61 @@ TEST(BackwardTracker, tells_nothing_once_detached) {
   const auto text = test::refusal([&] { tracked.backward(output.sum()); });
   EXPECT_NE(text.find("a forward whose wrapper is gone by now: gradients, such as that of a,"), std::string::npos);
   EXPECT_EQ(tracked.told, Told{});
+}
+
+// On a GPU nobody may be told of the failure.
+TEST(BackwardTracker, a_backward_that_failed_before_its_first_gradient_is_left_open) {
+  Tracked tracked;
+  const auto output = tracked.of(0) * 2;
+  tracked.tracker->inspect({output});
+  bool fails = true;
+  output.register_hook([&](const at::Tensor&) {
+    if (fails) throw std::runtime_error("fails");
+  });
+  EXPECT_FALSE(tracked.tracker->left_open());
+  EXPECT_ANY_THROW(output.sum().backward({}, /*keep_graph=*/true));
+  EXPECT_TRUE(tracked.tracker->left_open());
+  fails = false;
+  output.sum().backward();
+  EXPECT_FALSE(tracked.tracker->left_open());
+}
+
+// Listens together with others to one backward.
+struct Sharing : Tracked {
+  Sharing(std::string called, Told& stages) : name(std::move(called)), all(stages) {}
+  bool ends_with_others() const override { return true; }
+  void end_backward(EndStage stage) override {
+    const auto* names = stage == EndStage::send ? "sends" : stage == EndStage::await ? "awaits" : "delivers";
+    all.push_back(fmt::format("{} {}", name, names));
+    if (stage == EndStage::await && fails) throw std::runtime_error("fails");
+    Tracked::end_backward(stage);
+  }
+  std::string name;
+  Told& all;
+  bool fails = false;
+};
+
+TEST(BackwardTracker, BEY10_those_that_share_a_backward_end_in_stages_and_fail_together) {
+  for (const bool fails : {false, true}) {
+    Told stages;
+    Sharing upper("upper", stages), lower("lower", stages);
+    lower.fails = fails;
+    const auto output = lower.of(0) * 2;
+    lower.tracker->inspect({output});
+    const auto backward = [&] { (upper.of(0) * output).sum().backward(); };
+    if (fails) {
+      EXPECT_ANY_THROW(backward());
+    } else {
+      backward();
+    }
+    Told expected{"upper sends", "lower sends", "upper awaits", "lower awaits", "upper delivers", "lower delivers"};
+    if (stages.front() == "lower sends") {
+      for (size_t i = 0; i < expected.size(); i += 2) std::swap(expected[i], expected[i + 1]);
+    }
+    if (fails) expected.resize(stages.front() == "lower sends" ? 3 : 4);
+    EXPECT_EQ(stages, expected);
+    EXPECT_EQ(upper.told.back(), fails ? "failed" : "end");
+  }
 }
 
 }  // namespace

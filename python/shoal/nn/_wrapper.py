@@ -95,8 +95,7 @@ class Wrapper(Wrapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. An exception outside no_sync() marks the step as failed on this rank: the other ranks get
-        StepAbandoned from their backward, and all go on with the next step. Within no_sync(), and of each wrapper where a
-        loop has several, call abandon_step() for that."""
+        StepAbandoned from their backward, and all go on with the next step. Within no_sync() call abandon_step() for that."""
         refuse_torch_ddp_around(self, self._ignored)
         try:
             self._core.before_forward()
@@ -152,7 +151,7 @@ class Wrapper(Wrapped):
     def abandon_step(self) -> None:
         """Ends the step on this rank: after an exception in the loss or in backward, or where a batch is skipped after forward, and after
         any exception within no_sync(), whose micro-batches have begun the step. The other ranks get StepAbandoned from the backward
-        that ends it. After an exception in forward outside no_sync() the next one of this wrapper does so by itself. Ranks that have
+        that ends it. After an exception in forward outside no_sync() the next one of any wrapper does so by itself. Ranks that have
         agreed to leave a step, which some of them may not have begun, call zero_grad() alone instead."""
         self._core.abandon_step()
 

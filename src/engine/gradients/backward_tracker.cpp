@@ -6,6 +6,7 @@
 #include <torch/utils.h>
 
 #include <exception>
+#include <map>
 
 #include "base/called_by_pytorch.h"
 #include "engine/gradients/graph_walk.h"
@@ -18,6 +19,24 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
   std::vector<at::Tensor> parameters;
   for (const auto& gradient : gradients) parameters.push_back(gradient.parameter);
   return parameters;
+}
+
+// Backwards by autograd's number, each with its watches.
+struct Watched {
+  std::mutex mutex;
+  std::map<int, int> watches;
+
+  int add(int backward, int more) {
+    const std::lock_guard lock(mutex);
+    const int now = watches[backward] += more;
+    if (now == 0) watches.erase(backward);
+    return now;
+  }
+};
+
+Watched& watched() {
+  static auto* one = new Watched;  // never destroyed: a backward may outlive static objects
+  return *one;
 }
 
 // With torch::autograd::grad, parameters get no gradient.
@@ -38,10 +57,17 @@ void require_wrapper(bool detached, const std::string& parameter) {
 class BackwardTracker::Watch {
  public:
   Watch(BackwardTracker& tracker, Until until)
-      : tracker_(tracker), until_(until), number_(++tracker.watches_), alive_(tracker.alive_) {}
+      : tracker_(tracker),
+        until_(until),
+        number_(++tracker.watches_),
+        backward_(torch::autograd::get_current_graph_task_id()),
+        alive_(tracker.alive_) {
+    watched().add(backward_, 1);
+  }
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
   ~Watch() {
+    watched().add(backward_, -1);
     if (over_ || alive_.expired()) return;
     const auto held = tracker_.lock();
     if (passes_ && in_backward()) {
@@ -57,6 +83,8 @@ class BackwardTracker::Watch {
     passes_ = until_ == Until::outermost && torch::autograd::get_current_node();
     return passes_;
   }
+  // Whether it is the only one of its backward.
+  bool alone() const { return watched().add(backward_, 0) == 1; }
   // The backward has ended, without an exception.
   void finish() { over_ = true; }
 
@@ -64,6 +92,7 @@ class BackwardTracker::Watch {
   BackwardTracker& tracker_;
   Until until_;
   int64_t number_;
+  int backward_;
   std::weak_ptr<bool> alive_;
   bool passes_ = false;
   bool over_ = false;
@@ -141,18 +170,30 @@ void BackwardTracker::watch(Until until) {
 void BackwardTracker::follow(Until until) {
   const auto watch = std::make_shared<Watch>(*this, until);
   under_way_ = watch;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [this, watch] { called_by_pytorch([&] { ended(*watch); }); });
+  left_open_ = true;
+  queue(watch, EndStage::send);
 }
 
-void BackwardTracker::ended(Watch& watch) {
+void BackwardTracker::queue(const std::shared_ptr<Watch>& watch, EndStage stage) {
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [this, watch, stage] { called_by_pytorch([&] { ended(watch, stage); }); });
+}
+
+void BackwardTracker::ended(const std::shared_ptr<Watch>& watch, EndStage stage) {
   const auto held = lock();
-  if (watch.passes()) {
+  if (stage == EndStage::send && watch->passes()) {
     recomputes_ = true;
-  } else {
-    end();
-    watch.finish();
+    return;
   }
+  const bool waits =
+      stage == EndStage::send ? listener_.ends_with_others() && !watch->alone() : stage == EndStage::await;
+  if (waits && phase_ == Phase::running) {
+    const torch::NoGradGuard no_grad;
+    listener_.end_backward(stage);
+    return queue(watch, stage == EndStage::send ? EndStage::await : EndStage::deliver);
+  }
+  end_from(stage);
+  watch->finish();
 }
 
 // Autograd destroys the watch of a backward that has thrown before the caller gets the exception. With a device's
@@ -195,20 +236,24 @@ void BackwardTracker::require_no_failed_backward() const {
       "one, before the next backward");
 }
 
-void BackwardTracker::end() {
+void BackwardTracker::end_from(EndStage stage) {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
   under_way_.reset();
+  left_open_ = false;
   if (turns_) turns_->backward_ended();
   if (phase_ == Phase::local) {
     phase_ = Phase::idle;
     listener_.end_local_backward();
   }
-  if (phase_ == Phase::running) listener_.end_backward();
+  for (const auto next : {EndStage::send, EndStage::await, EndStage::deliver}) {
+    if (next >= stage && phase_ == Phase::running) listener_.end_backward(next);
+  }
 }
 
 void BackwardTracker::enter(Phase phase) {
   phase_ = phase;
+  if (phase == Phase::idle) left_open_ = false;
   if (phase != Phase::running) return;
   arrivals_.assign(gradients_.size(), 0);
   order_.clear();
@@ -230,7 +275,7 @@ void BackwardTracker::arriving(size_t gradient) {
     end();  // of a micro-batch that a node of an outer backward has run; the last one follows in another node
     begin();
   } else if (options_.splits && recomputes_ && phase_ == Phase::running && arrivals_[gradient] > 0) {
-    listener_.end_backward();
+    for (const auto stage : {EndStage::send, EndStage::await, EndStage::deliver}) listener_.end_backward(stage);
     begin();
   }
   listener_.arriving(gradient);

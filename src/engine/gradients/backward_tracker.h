@@ -15,6 +15,14 @@
 
 namespace shoal {
 
+// End of a backward that synchronises. A wrapper that shares a backward with others goes on to a stage when all of them
+// have finished the one before.
+enum class EndStage {
+  send,     // what has not been sent yet
+  await,    // the sums, and whether all ranks have finished the step
+  deliver,  // the sums; does not communicate
+};
+
 // Listener to a backward. Called by the thread that runs it, under BackwardTracker::lock() and without grad mode.
 class BackwardListener {
  public:
@@ -23,14 +31,17 @@ class BackwardListener {
   // Before and after autograd adds to grad().
   virtual void arriving(size_t gradient) = 0;
   virtual void arrived(size_t gradient) = 0;
-  // End of a backward. A local one is idle again by then; after a synchronising one the listener enters `idle` itself.
+  // End of a backward. A local one is idle again by then; in a synchronising one the listener enters `idle` itself, in
+  // the last stage or before.
   virtual void end_local_backward() = 0;
-  virtual void end_backward() = 0;
+  virtual void end_backward(EndStage stage) = 0;
   // A backward has thrown that synchronises, or that has reached an output and no gradient. Its caller has not got
-  // control yet. Must not communicate.
+  // control yet. Must not communicate. Not always called if a device's thread has run it, see left_open().
   virtual void backward_failed() {}
   // Whether a backward that begins now would synchronise.
   virtual bool synchronises() const { return false; }
+  // Whether it shares a backward with other wrappers, see EndStage.
+  virtual bool ends_with_others() const { return false; }
 
  protected:
   ~BackwardListener() = default;
@@ -79,7 +90,9 @@ class BackwardTracker {
   // Begin and end of a backward that reaches no gradient, for a rank without samples. UsageError if a backward that
   // synchronises has failed and its step has not been abandoned.
   void begin();
-  void end();
+  void end() { end_from(EndStage::send); }
+  // Whether a backward has reached an output or a gradient, and not ended: outside of a backward, it has failed.
+  bool left_open() const { return left_open_; }
   // Entering `running` resets the arrivals.
   void enter(Phase phase);
   Phase phase() const { return phase_; }
@@ -105,7 +118,9 @@ class BackwardTracker {
   enum class Until { this_one, outermost };
   void watch(Until until);
   void follow(Until until);
-  void ended(Watch& watch);
+  void queue(const std::shared_ptr<Watch>& watch, EndStage stage);
+  void ended(const std::shared_ptr<Watch>& watch, EndStage stage);
+  void end_from(EndStage stage);
   void failed(int64_t watch) noexcept;
   void require_no_failed_backward() const;
   void require_own_forward() const;
@@ -119,8 +134,9 @@ class BackwardTracker {
 
   std::recursive_mutex mutex_;
   Phase phase_ = Phase::idle;
-  std::weak_ptr<void> under_way_;             // Watch of the backward whose end ends the step
-  int64_t watches_ = 0;                       // so far
+  std::weak_ptr<void> under_way_;  // Watch of the backward whose end ends the step
+  int64_t watches_ = 0;            // so far
+  bool left_open_ = false;
   bool recomputes_ = false;                   // a node of it has run the first backward of the step
   std::optional<std::vector<bool>> reached_;  // reached by some forward's graph
   std::vector<int> arrivals_;                 // arrivals per gradient in this backward

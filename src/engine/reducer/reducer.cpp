@@ -66,6 +66,10 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
   build_as_registered();
 }
 
+Reducer::~Reducer() {
+  forget_failed(*this);
+}
+
 // Reverse order of registration, because backward reaches the last layer first.
 void Reducer::build_as_registered() {
   std::vector<size_t> order(gradients_.size());
@@ -149,7 +153,6 @@ void Reducer::begin_step(Step::From from) {
   tracker_.enter(BackwardTracker::Phase::running);
   step_.emplace(from, buckets_, options_.limits, last_.same_on_all);
   step_->early = early;
-  entry_.thrown = false;
   // A step that failed in forward keeps its mode, because its peers do.
   if (!entry_.failed) entry_.holding = callbacks.holds_back();
   for (size_t i = 0; i < gradients_.size(); ++i) {

@@ -11,6 +11,7 @@
 #include "engine/gradients/accumulated_gradients.h"
 #include "engine/gradients/backward_tracker.h"
 #include "engine/reducer/consumed_gradients.h"
+#include "engine/reducer/failed_steps.h"
 #include "engine/reducer/gradient_delivery.h"
 #include "engine/reducer/gradient_reduction.h"
 #include "engine/reducer/step.h"
@@ -58,6 +59,8 @@ struct ReducerCallbacks {
   std::function<void()> before_writing = [] {};
   // Called after this rank has issued all buckets, before it waits for them.
   std::function<void()> before_waiting = [] {};
+  // Whether several reducers issue their buckets in an order of their own, see may_leave.
+  bool take_turns = false;
   // Whether full buckets may be issued now; if not, the next full bucket asks again. last: this rank adds nothing more
   // and the buckets must be issued; the callback first issues what has to precede them.
   std::function<bool(bool last)> may_leave = [](bool) { return true; };
@@ -83,12 +86,13 @@ struct ReducerCallbacks {
 //
 // Gradients are scaled by 1 / ranks (or ReducerCallbacks::share) before the reduction, so that 16-bit sums stay in
 // range. The result is multiplied by ranks / weight if weights were given.
-class Reducer final : private BackwardListener {
+class Reducer final : private BackwardListener, private FailedStep {
  public:
   Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
           std::unique_ptr<GradientReduction> reduction);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
+  ~Reducer();
 
   ReducerCallbacks callbacks;
 
@@ -122,11 +126,14 @@ class Reducer final : private BackwardListener {
   void note_micro_batch() { entry_.begun = true; }
   bool has_only_micro_batches() const { return entry_.begun && !awaits_backward(); }
   // Marks the step as impossible to finish here. No effect unless a forward has entered a step.
-  void mark_failed() { entry_.failed = entry_.expected || running(); }
+  void mark_failed() {
+    entry_.failed = entry_.expected || running();
+    if (entry_.failed && !callbacks.take_turns) note_failed(*this);
+  }
   // Whether this is what a communication hook threw here at the end of a step, which has ended on all ranks.
   bool has_ended_with(const std::exception_ptr& error) const { return error && error == last_.hook_error; }
   // Whether a step was begun here and neither finished nor abandoned.
-  bool broken() const { return entry_.failed || entry_.thrown || running(); }
+  bool broken() const { return entry_.failed || has_thrown() || running(); }
   // Reduces the gradients of local backwards, without a backward. Collective.
   void reduce_now();
   // The two halves of reduce_now(), for reducers that take turns: issue all buckets; finish.
@@ -139,15 +146,12 @@ class Reducer final : private BackwardListener {
   int lead() const { return join_state_ ? join_state_->first : 0; }
   // UsageError if this rank has a batch.
   void require_absence() const;
-  // Abandons a step whose backward has failed on this rank. For an optimizer, whose own communication would meet that
-  // step's on the other ranks.
-  void settle_failed_backward() {
-    if (entry_.thrown || (running() && step_->given_up)) abandon();
-  }
-  // Abandons a broken step, if there is one, but not one whose backward runs still: a hook may evaluate in it.
-  void settle() {
-    if (broken() && (entry_.failed || !tracker_.under_way())) abandon();
-  }
+  // Abandons a step whose backward has failed on this rank, and those of other reducers. For an optimizer, whose own
+  // communication would meet that of these steps on the other ranks.
+  void settle_failed_backward();
+  // The same, and abandons a step that has failed in forward. Not one whose backward runs still: a hook may evaluate in
+  // it.
+  void settle();
   // Abandons a step that was begun and not finished, on all ranks; the peers get StepAbandoned. Collective with the
   // peers' step. Without such a step, only forgets gradients of local backwards.
   void abandon();
@@ -206,9 +210,13 @@ class Reducer final : private BackwardListener {
   void arriving(size_t gradient) override;
   void arrived(size_t gradient) override;
   void end_local_backward() override;
-  void end_backward() override;
+  void end_backward(EndStage stage) override;
   void backward_failed() override;
   bool synchronises() const override { return callbacks.synchronises(); }
+  bool ends_with_others() const override { return !callbacks.take_turns; }
+  // FailedStep
+  void send_rest() override;
+  void end() override;
 
   // reducer.cpp: arrival of gradients
   void adopt_changes();
@@ -240,8 +248,14 @@ class Reducer final : private BackwardListener {
   PendingExchange with_held(size_t bucket, PendingExchange sum);
   void hold_back();
 
+  // Whether its backward has thrown before the first gradient; another one may follow.
+  bool has_thrown() const {
+    return entry_.expected && tracker_.phase() == BackwardTracker::Phase::idle && tracker_.left_open();
+  }
+
   // reducer_step.cpp: end of a step
-  void finish_step();
+  void await_step();
+  void deliver_step();
   double wait_for_buckets();
   std::vector<PendingExchange> advance(std::vector<PendingExchange>& sums);
   void complete(PendingExchange& sum);

@@ -90,16 +90,39 @@ void Reducer::set_join_state(const std::optional<JoinState>& join_state) {
   if (join_state && join_state->here) attended_step_ = steps_;
 }
 
+void Reducer::settle_failed_backward() {
+  if (BackwardTracker::in_backward()) return;
+  end_failed_steps();
+  if (has_thrown() || running()) abandon();
+}
+
+void Reducer::settle() {
+  if (!BackwardTracker::in_backward()) end_failed_steps();
+  if (broken() && (entry_.failed || !tracker_.under_way())) abandon();
+}
+
 void Reducer::abandon() {
-  const auto lock = tracker_.lock();
-  const torch::NoGradGuard no_grad;
   if (!broken()) {
+    const auto lock = tracker_.lock();
     tracker_.enter(BackwardTracker::Phase::idle);
     accumulated_.forget();
     accumulated_.sums().forget_held();
     entry_.forwards.clear();
     return;
   }
+  if (callbacks.take_turns) {
+    send_rest();
+    end();
+  } else {
+    note_failed(*this);
+    end_failed_steps();
+  }
+}
+
+void Reducer::send_rest() {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  if (running() && step_->weight) return;  // it has not failed, but another one in the same backward
   entry_.failed = true;
   if (running()) step_->issues_last.reset();
   note(group_, fmt::format("gave up step {}", steps_));
@@ -123,14 +146,33 @@ void Reducer::abandon() {
       }
       issue(index);
     }
-    if (step_->early) release_finished(/*all=*/true);
-    callbacks.before_waiting();
-    if (std::isnan(wait_for_buckets())) who_failed();
   } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
   } catch (...) {
     close_step();
     throw;
   }
+}
+
+void Reducer::end() {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  bool finished = false;
+  try {
+    if (running() && !step_->weight) {
+      if (step_->early) release_finished(/*all=*/true);
+      callbacks.before_waiting();
+      step_->weight = wait_for_buckets();
+      finished = !std::isnan(*step_->weight);
+      if (!finished) who_failed();
+    }
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
+  } catch (...) {
+    close_step();
+    throw;
+  }
+  // All had been sent before. If no backward has failed, a hook has asked for it too late: all ranks use the sums.
+  if (finished && step_->behind) refuse_step_of_two();
+  if (finished && !step_->given_up) return deliver_step();
   close_abandoned_step();
 }
 

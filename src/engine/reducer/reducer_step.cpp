@@ -20,24 +20,26 @@ void Reducer::end_local_backward() {
   if (!options_.leave_grad) accumulated_.hide();
 }
 
-void Reducer::end_backward() {
+void Reducer::end_backward(EndStage stage) {
   const TimedScope scope(timeline_of(group_), "hook", steps_);
+  if (stage == EndStage::await) return await_step();
+  if (stage == EndStage::deliver) return deliver_step();
   if (step_->from == Step::From::backward) {
     clock_.mark(StepClock::backward_ends, steps_);
     tracker_.require_all_arrivals();
   }
   mark_rest_ready();
-  callbacks.before_waiting();
-  finish_step();
 }
 
-void Reducer::finish_step() {
+void Reducer::await_step() {
+  callbacks.before_waiting();
   if (step_->schedule.next() < buckets_.size()) {
     throw std::logic_error(fmt::format("shoal: bucket {} of {} was not reduced in step {}; this is a fault of shoal",
                                        step_->schedule.next(), buckets_.size(), steps_));
   }
   if (step_->early) release_finished(/*all=*/true);
   const double weight = wait_for_buckets();
+  step_->weight = weight;
   clock_.mark(StepClock::all_back, steps_);
   const auto own = step_->hook_error;
   if (own) last_.hook_error = own;
@@ -54,13 +56,16 @@ void Reducer::finish_step() {
     throw StepAbandoned(text);
   }
   if (step_->behind) refuse_step_of_two();
+}
+
+void Reducer::deliver_step() {
   if (entry_.holding) {
     hold_back();
     learn();
     close_step();
     return;
   }
-  if (!step_->early) deliver_all(weight);
+  if (!step_->early) deliver_all(*step_->weight);
   if (consumed_) {
     if (!step_->early) consumed_->take_all();
     consumed_->end_step(step_->used_anywhere);
@@ -189,6 +194,7 @@ std::string Reducer::ranks_that(bool here, const char* what) const {
 }
 
 void Reducer::close_step() {
+  forget_failed(*this);
   tracker_.enter(BackwardTracker::Phase::idle);
   step_.reset();
   if (!std::exchange(entry_, {}).holding) {
@@ -228,11 +234,8 @@ void Reducer::give_up_gradients(bool in_flight) {
 }
 
 void Reducer::backward_failed() {
-  if (!running()) {
-    entry_.thrown = entry_.expected;
-    return;
-  }
-  give_up_gradients(/*in_flight=*/true);
+  if (running()) give_up_gradients(/*in_flight=*/true);
+  if ((running() || has_thrown()) && !callbacks.take_turns) note_failed(*this);
 }
 
 void Reducer::close_abandoned_step() {

@@ -19,7 +19,6 @@ struct StepEntry {
   bool begun = false;     // by a micro-batch under no_sync
   bool expected = false;  // peers will finish the step or wait for it
   bool failed = false;    // this rank cannot finish it
-  bool thrown = false;    // its backward has thrown before the first gradient; another one may follow
   bool holding = false;   // its sums are held back
   DroppedForwards forwards{};
 };
@@ -55,6 +54,7 @@ struct Step {
   BucketSchedule schedule;
   std::vector<std::optional<SparseSum>> sparse;  // by bucket
   Work trailer_work;
+  std::optional<double> weight{};  // sum of the ranks' weights, once all sums are here; NaN: a rank abandoned the step
   std::shared_ptr<std::function<void()>> issues_last{};  // see Reducer::waits_for_end()
 
   // By gradient.

@@ -36,7 +36,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   void arriving(size_t /*gradient*/) override {}
   void arrived(size_t gradient) override;
   void end_local_backward() override { micro_batches.note_values(weights == Weights::given); }
-  void end_backward() override;
+  void end_backward(EndStage stage) override;
   bool synchronises() const override { return no_sync_depth == 0; }
   // Makes a step without a batch; drops gradients of micro-batches before.
   void step_without_update();

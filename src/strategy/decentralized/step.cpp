@@ -106,7 +106,8 @@ void State::arrived(size_t gradient) {
   finish(bucket, /*update=*/true);
 }
 
-void State::end_backward() {
+void State::end_backward(EndStage stage) {
+  if (stage != EndStage::send) return;
   const TimedScope scope(timeline_of(group), "hook", step);
   clock.mark(StepClock::backward_ends, step);
   if (!weights_told) {

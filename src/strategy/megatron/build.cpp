@@ -162,6 +162,7 @@ void DistributedOptimizerCore::connect_chunks() {
       raw->told_abandoned = true;
       abandon_behind(chunks);
     };
+    reducer.callbacks.take_turns = true;  // also with chunks of others: the failing rank alone says when they end
     if (chunks.size() == 1) continue;
     reducer.callbacks.may_leave = [&chunks, number](bool last) {
       if (last) finish_before(chunks, number);

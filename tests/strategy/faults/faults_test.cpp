@@ -1,12 +1,11 @@
 // BEY10: an exception anywhere, on one rank or all, leaves any strategy able to continue. Chunks and pipeline stages
-// are in megatron_chunks_test.cpp and megatron_stages_test.cpp; gossip, which has no collectives in a step, is in
-// decentralized_rules_test.cpp, gossip_faults_test.cpp and shard_gossip_test.cpp.
+// are in megatron_chunks_test.cpp and megatron_stages_test.cpp, several wrappers in two_wrappers_test.cpp; gossip,
+// which has no collectives in a step, is in decentralized_rules_test.cpp, gossip_faults_test.cpp and
+// shard_gossip_test.cpp.
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <gmock/gmock.h>
 #include <torch/autograd.h>
-#include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 #include <torch/utils.h>
@@ -383,52 +382,6 @@ TEST_P(Faults, BEY10_zero_grad_after_a_failed_step_holds_for_what_was_before_it)
     zero_after_a_failure(GetParam(), Point::last_gradient, last, /*says_so=*/true, to_none);
     zero_after_a_failure(GetParam(), Point::forward, last, /*says_so=*/true, to_none);
   }
-}
-
-// The buckets of the upper one leave before the first one of the lower one, and before a failure below both.
-TEST(LocalFaults, BEY10_an_exception_below_two_wrappers_ends_the_step_on_all) {
-  auto log = std::make_shared<CallLog>();
-  const auto make = [&](int64_t in, int64_t out) { return std::make_shared<test::MlpImpl>(in, 16, out); };
-  torch::manual_seed(1);
-  const auto lower = make(12, 5);
-  const auto upper = make(5, 5);
-  const DistributedDataParallelOptions options{.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-4};
-  DistributedDataParallel first(lower, group().recorded(log), options);
-  DistributedDataParallel second(upper, group().recorded(log), options);
-  auto parameters = lower->parameters();
-  for (const auto& parameter : upper->parameters()) parameters.push_back(parameter);
-  torch::optim::SGD optimizer(parameters, 0.1);
-  for (int64_t step = 0; step < 5; ++step) {
-    optimizer.zero_grad();
-    const bool fails = step == 2 && group().rank() == 0;
-    auto x = batch(group().rank(), step).requires_grad_() * 1;
-    x.register_hook([fails](const at::Tensor&) {
-      if (fails) throw Injected();
-    });
-    const auto loss = second.forward(first.forward(x)).pow(2).mean();
-    log->clear();
-    try {
-      loss.backward();
-      optimizer.step();
-      EXPECT_NE(step, 2);
-    } catch (const std::exception& error) {
-      EXPECT_EQ(step, 2) << error.what();
-      continue;
-    }
-    std::vector<std::string> buckets;
-    for (const auto& record : log->records()) {
-      if (record.label.bucket >= 0) buckets.push_back(record.label.what);
-    }
-    ASSERT_GT(buckets.size(), 2U);
-    const auto upper_number = buckets.front().substr(0, buckets.front().find("'s "));
-    const auto is_upper = [&](const std::string& what) { return what.starts_with(upper_number); };
-    EXPECT_TRUE(std::is_partitioned(buckets.begin(), buckets.end(), is_upper)) << fmt::format("{}", buckets);
-    EXPECT_FALSE(is_upper(buckets.back()));
-  }
-  auto spread = torch::nn::utils::parameters_to_vector(parameters).detach().clone();
-  const auto own = spread.clone();
-  group().all_reduce(spread, ReduceOp::max).wait();
-  EXPECT_TRUE(spread.equal(own));
 }
 
 TEST_P(Faults, BEY10_ranks_that_are_a_step_apart_are_refused) {
