@@ -125,6 +125,10 @@ class Reducer final : private BackwardListener, private FailedStep {
   // Call before a forward under no_sync, which begins a step that is entered later.
   void note_micro_batch() { entry_.begun = true; }
   bool has_only_micro_batches() const { return entry_.begun && !awaits_backward(); }
+  // Whether a Join has told the others that this rank has a batch in this step, and no forward has entered it yet.
+  bool has_promised_batch() const {
+    return join_state_ && join_state_->here && attended_step_ == steps_ && !awaits_backward();
+  }
   // Marks the step as impossible to finish here. No effect unless a forward has entered a step.
   void mark_failed() {
     entry_.failed = entry_.expected || running();

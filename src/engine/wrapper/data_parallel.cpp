@@ -251,8 +251,8 @@ at::DeviceType DataParallelCore::device() const {
 
 void DataParallelCore::abandon_step() {
   auto& state = *state_;
-  // Micro-batches under no_sync have begun the step. The other ranks enter it with their last one.
-  if (state.reducer->has_only_micro_batches()) {
+  // Micro-batches under no_sync, or a Join, have begun the step. The other ranks enter it with their last batch.
+  if (state.reducer->has_only_micro_batches() || state.reducer->has_promised_batch()) {
     const at::AutoGradMode grad(true);
     const auto depth = std::exchange(state.no_sync_depth, 0);
     const auto restore = c10::make_scope_exit([&] { state.no_sync_depth = depth; });

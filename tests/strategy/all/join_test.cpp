@@ -1,5 +1,6 @@
 // Join: ranks with different numbers of batches, under every strategy (BEY03, DDP13).
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <set>
@@ -198,6 +199,37 @@ TEST_P(JoinStrategies, BEY03_a_failure_ends_the_step_for_shadows_too) {
   }
   EXPECT_EQ(given_up, 2);
   expect_same_on_all_ranks(training.model->parameters());
+}
+
+// As a data loader that throws after next(true).
+TEST_P(JoinStrategies, BEY03_a_batch_that_cannot_be_made_ends_the_step_on_all_if_the_rank_says_so) {
+  const int faulty = group().size() - 1;
+  auto training = make(GetParam());
+  Join join({training});
+  for (int64_t step = 0; join.next(step < 5); ++step) {
+    try {
+      if (group().rank() == faulty && step % 3 == 0) throw Injected();
+      pass(training, join, step);
+      training.step();
+      EXPECT_NE(step % 3, 0);
+    } catch (const Injected&) {
+      training.abandon_step();
+    } catch (const StepAbandoned& error) {
+      EXPECT_EQ(step % 3, 0) << error.what();
+      EXPECT_NE(std::string(error.what()).find(fmt::format("rank {} failed", faulty)), std::string::npos);
+    }
+    training.zero_grad();
+  }
+  auto model = seeded(3);
+  torch::optim::SGD optimizer(model->parameters(), sgd);
+  for (const int64_t step : {1, 2, 4}) {
+    optimizer.zero_grad();
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (mean_loss(model->forward(batch(rank, step))) / group().size()).backward();
+    }
+    optimizer.step();
+  }
+  EXPECT_LT(difference(training.model->parameters(), model->parameters()), 1e-12);
 }
 
 TEST_P(JoinStrategies, BEY03_one_small_collective_a_step_and_the_same_on_all_ranks) {
