@@ -294,6 +294,16 @@ def test_PY01_the_mean_of_large_integers_does_not_overflow(dtype):
     on_ranks(run)
 
 
+def test_PY01_the_mean_of_large_sparse_numbers_does_not_overflow():
+    def run(rank):
+        for dtype, largest in ((torch.float16, 60000.0), (torch.bfloat16, 3e38), (torch.float32, 3e38)):
+            own = torch.full((2,), largest, dtype=dtype)
+            dist.all_reduce(tensor := own.to_sparse(), op=dist.ReduceOp.AVG)
+            assert tensor.dtype == dtype and torch.equal(tensor.to_dense(), own)
+
+    on_ranks(run)
+
+
 def test_PY01_the_mean_of_sparse_integers_rounds_towards_zero():
     def run(rank):
         tensor = torch.sparse_coo_tensor([[0, 1 + rank]], torch.tensor([7 + 2 * rank, -7]), (3,))

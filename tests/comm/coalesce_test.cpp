@@ -52,6 +52,12 @@ TEST(Coalesce, sums_sparse_tensors_of_ranks_that_have_one) {
   EXPECT_FALSE(all_reduce_sparse(group(), {}, {6, 2}, at::TensorOptions(at::kFloat), 1, {}).sum.defined());
 }
 
+TEST(Coalesce, sums_of_16_bits_are_in_float32) {
+  const auto own = at::full({2, 2}, 60000, at::kHalf).to_sparse(1);
+  const auto sum = all_reduce_sparse(group(), own, {2, 2}, own.values().options(), 1, {}).sum;
+  EXPECT_TRUE(at::equal(sum.to_dense(), at::full({2, 2}, 60000.0 * group().size(), at::kFloat)));
+}
+
 TEST(Coalesce, a_dense_tensor_among_sparse_ones_makes_the_sum_dense) {
   const int last = group().size() - 1;
   auto expected = at::zeros({6, 2});

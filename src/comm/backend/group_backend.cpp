@@ -168,7 +168,8 @@ GroupBackend::Pending GroupBackend::allreduce_sparse(Tensors& tensors, const c10
   const bool rounds = divides && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
   const c10::NoGradGuard no_grad;
   const auto coalesced = tensor.detach().coalesce();
-  const auto own = rounds ? coalesced.to(at::kLong) : coalesced;
+  const bool widens = divides && at::isFloatingType(tensor.scalar_type());  // the sum may be beyond the dtype's range
+  const auto own = rounds ? coalesced.to(at::kLong) : widens ? coalesced.to(at::kDouble) : coalesced;
   auto sum = all_reduce_sparse(group_, own, own.sizes(), own.values().options(), 1,
                                {.what = to_string(reduce) + " of sparse tensors"}, job.timeout())
                  .sum;

@@ -115,10 +115,12 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
     index_list.push_back(all_indices[rank].narrow(1, 0, entries));
     value_list.push_back(all_values[rank].narrow(0, 0, entries));
   }
-  const auto merged = at::cat(value_list);
+  auto merged = at::cat(value_list);
+  if (at::isReducedFloatingType(merged.scalar_type())) merged = merged.to(at::kFloat);
   row.insert(row.begin(), merged.size(0));
   result.sum =
-      at::sparse_coo_tensor(at::cat(index_list, 1), merged.reshape(row), sizes, options.layout(at::kSparse)).coalesce();
+      at::sparse_coo_tensor(at::cat(index_list, 1), merged.reshape(row), sizes, merged.options().layout(at::kSparse))
+          .coalesce();
   if (headers.select(1, 4).any().item<bool>()) result.sum = result.sum.to_dense();
   return result;
 }

@@ -20,7 +20,9 @@ std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, 
 // (DisagreeError). timeout: of each of its operations; default: the group's. Transfers the non-zero rows only. Blocks.
 // Collective.
 struct SparseSum {
-  at::Tensor sum;   // coalesced, or dense if a rank passed a dense tensor; undefined if no rank passed a tensor
+  // Coalesced, or dense if a rank passed a dense tensor; undefined if no rank passed a tensor. In float32 for tensors
+  // of 16 bits, whose sum may overflow where their mean does not.
+  at::Tensor sum;
   double weight;    // sum over ranks
   int64_t present;  // number of ranks that passed a tensor
 };

@@ -87,8 +87,9 @@ void GradientDelivery::deliver_sparse(Step& step, size_t index) {
     if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
     const double shares = static_cast<double>(result.present) / result.weight;
     if (const auto mean = accumulated_.mean(member); mean.defined() && shares != 1 && result.weight > 0) {
-      result.sum = sum_of(result.sum, mean.mul(1 - shares));
+      result.sum = sum_of(result.sum, mean.to(result.sum.scalar_type()).mul(1 - shares));
     }
+    result.sum = result.sum.to(gradients_[member].parameter.scalar_type());
   }
   if (!plan_.everywhere()) {
     if (plan_.keeps_whole(buckets_[index], plan_.place(group_.rank()))) {

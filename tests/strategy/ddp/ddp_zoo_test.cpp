@@ -1,5 +1,6 @@
 // Parameters that DDP puts into separate buckets: other dtypes, sparse gradients.
 
+#include <torch/nn/init.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -99,6 +100,17 @@ TEST(DdpZoo, DDP14_sparse_gradients_are_reduced_as_sparse) {
   for (const auto& record : log->records()) {
     EXPECT_TRUE(record.op != Op::all_reduce || record.bytes < 40 * 3 * 8) << "the table is not reduced densely";
   }
+}
+
+TEST(DdpZoo, DDP14_sparse_means_of_16_bits_do_not_overflow_in_their_sum) {
+  torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 3).sparse(true));
+  table->to(at::kHalf);
+  torch::nn::init::zeros_(table->weight);
+  DistributedDataParallel parallel(table, group());
+  (parallel.forward(at::zeros({1}, at::kLong)) * 60000).sum().backward();
+  const auto& grad = table->weight.grad();
+  EXPECT_EQ(grad.scalar_type(), at::kHalf);
+  EXPECT_TRUE(grad.to_dense()[0].eq(60000).all().item<bool>()) << grad.to_dense();
 }
 
 TEST(DdpZoo, DDP14_sparse_means_add_up_without_zero_grad) {
