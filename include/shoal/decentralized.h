@@ -199,9 +199,9 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 //   cross_entropy(parallel.forward(x), y).backward();  // averages, updates and publishes, bucket by bucket
 //
 // There is no optimizer to step: backward updates the parameters, each bucket by an optimizer of its own for its part
-// of the recipe's groups. Parameters that are in none of these groups are averaged and not updated. Let x be a bucket's
-// parameters on this rank i, g its gradient at x, W the weights of the round, and y_j the values that neighbour j
-// published after its last step. As soon as the bucket's last gradient is computed, backward does
+// of the recipe's groups, which have every trainable parameter (UsageError). Let x be a bucket's parameters on this
+// rank i, g its gradient at x, W the weights of the round, and y_j the values that neighbour j published after its last
+// step. As soon as the bucket's last gradient is computed, backward does
 //   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  publish x
 // and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped.
 // Reading it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward if
@@ -242,7 +242,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 //
 // Constructor: collective. Broadcasts rank 0's values. Throws UsageError for invalid options, a topology of another
 // size and complex parameters; DisagreeError if the ranks hold different models, topologies or exchange options. The
-// destructor leaves the training: neighbours continue without this rank. Not thread-safe.
+// destructor leaves the training: neighbours continue without this rank. Keep the wrapper as long as backward is to
+// update. Not thread-safe.
 template <class Module>
 class DecentralizedDataParallel : public detail::DataParallelWrapper<Module, DecentralizedDataParallelCore> {
   using Base = detail::DataParallelWrapper<Module, DecentralizedDataParallelCore>;

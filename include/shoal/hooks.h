@@ -93,7 +93,9 @@ class CommunicationHook {
   virtual void load_state(const State& state);
   // Those of this hook and its carriers that keep something from step to step, by parameter name or as a number of
   // steps. A second wrapper with one of them is refused (UsageError) as long as the first one lives, unless it has the
-  // same module. Override it, with an empty list, in a hook that keeps nothing and may therefore be shared.
+  // same module. Override it in a hook that keeps nothing and may therefore be shared, with an empty list, and in every
+  // hook with a carrier, which adds its carrier's with_memory() to its own: a carrier that is not in the list is not
+  // watched, and mixes the gradients of two wrappers that share it.
   virtual std::vector<const CommunicationHook*> with_memory() const { return {this}; }
   // False if buckets of this group are summed, in some steps, over a part of its ranks only, which then train apart. A
   // hook that has a carrier asks it.

@@ -66,8 +66,9 @@ struct JoinOptions {
 //   }
 //
 // An iteration may be a step or a micro-batch: under no_sync, shadow() does nothing, and the gradients that this rank
-// accumulated before it ran out are reduced with the step. All ranks must call forward, shadow and step of several
-// wrappers in the same order; each wrapper has one forward and one backward per step.
+// accumulated before it ran out are reduced with the step. A rank whose batch cannot be made after next(true) calls
+// abandon_step() of each wrapper, and the others get StepAbandoned. All ranks must call forward, shadow and step of
+// several wrappers in the same order; each wrapper has one forward and one backward per step.
 //
 // Buffers, if they are broadcast, come from the lowest rank that has a batch. After the last step every rank receives
 // the buffers (and the parameters, if every rank holds all of them) from the lowest rank that took part in it. The

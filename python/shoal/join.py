@@ -31,7 +31,8 @@ class Join:
     Takes the wrappers of one process group, and DistributedOptimizers. Options: divide_by_initial_world_size (a mean counts
     ranks without a batch as zeros; False: it leaves them out) and throw_on_early_termination (InputsExhausted on all ranks
     as soon as one has no batch). After the last step every rank has the buffers, and the parameters if every rank holds
-    all, of the lowest rank that took part in it.
+    all, of the lowest rank that took part in it. A rank whose batch cannot be made after next(True) calls abandon_step() of
+    each wrapper, and the others get StepAbandoned.
     """
 
     def __init__(self, *joinables: Any, **options: Any) -> None:
