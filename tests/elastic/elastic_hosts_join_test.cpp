@@ -70,8 +70,10 @@ TEST_F(ElasticHostsJoin, ELA04_ELA05_ELA06_shards_of_each_host) {
   }
 }
 
+// With other optimizers in ElasticSecondJoin.
 TEST_F(ElasticHostsJoin, ELA04_ELA05_ELA06_shards_over_all_hosts) {
   for (const auto& trained : fully_sharded) {
+    if (trained.optimizer != "adamw") continue;
     const std::string transport = trained.clip > 0 ? "tcp" : "auto";
     SCOPED_TRACE(fmt::format("{} over {}", name_of(trained), transport));
     change_hosts(transport, trained);

@@ -77,12 +77,12 @@ std::vector<Trained> all_sharded() {
 }
 
 TEST_F(ElasticSecondOwner, ELA01_ELA02_ELA04_nobody_ends) {
+  bool shared = false;
   for (const auto& trained : all_sharded()) {
     SCOPED_TRACE(name_of(trained));
-    die_on_hosts({{2, 2}, "auto"}, {}, trained);
-    die_on_hosts({{1, 2}, "auto"}, {}, trained);
-    die_on_hosts({{1, 1, 1}, "tcp"}, {}, trained);
-    die_on_hosts({{3}, "tcp"}, {}, trained);
+    shared = !shared;
+    die_on_hosts(shared ? Kind{{2, 2}, "auto"} : Kind{{1, 1, 1}, "tcp"}, {}, trained);
+    die_on_hosts(shared ? Kind{{3}, "tcp"} : Kind{{1, 2}, "auto"}, {}, trained);
   }
 }
 
