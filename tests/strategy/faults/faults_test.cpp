@@ -171,7 +171,9 @@ void try_all(const std::string& strategy, const std::vector<int>& faulty) {
     }
   }
   for (const auto point : {Point::before_gradients, Point::below}) {
-    break_and_train_on(strategy, point, faulty, /*explicitly=*/false, /*from_the_start=*/false);
+    for (const bool from_the_start : {true, false}) {
+      break_and_train_on(strategy, point, faulty, /*explicitly=*/false, from_the_start);
+    }
   }
 }
 
