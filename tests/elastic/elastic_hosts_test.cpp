@@ -188,6 +188,39 @@ TEST_F(ElasticHosts, ELA08_a_host_that_was_silent_too_long_ends_with_an_error) {
   check(ended, {}, *record, 2);
 }
 
+// Those that have gone on may have admitted others before they ended. Nobody comes for whom it could wait.
+TEST_F(ElasticHosts, ELA08_a_host_that_was_silent_until_the_others_had_ended_names_them_at_once) {
+  const test::SharedRecord record;
+  record->last_step = 3;
+  auto options = over("tcp");
+  options.timeout_seconds = 60;
+  ForkedHosts hosts(
+      {1, 1, 1}, [&](const World& world) { return test::train(world, *record, endless, {}, quick); }, options);
+  const auto until = [](const std::function<bool()>& condition) {
+    const double deadline = test::now() + 20;
+    while (!condition() && test::now() < deadline) usleep(1000);
+    return condition();
+  };
+  const auto has_step_of = [&](int rank, int ranks) {
+    const auto& steps = record->complete[rank];
+    return std::any_of(steps.begin(), steps.end(), [&](const auto& step) { return step.ranks == ranks; });
+  };
+  ASSERT_TRUE(until([&] { return has_step_of(2, 3); }));
+  usleep(100'000);  // it waits in its next step by now
+  hosts.signal(2, SIGSTOP);
+  usleep(100'000);
+  record->last_step = 0;
+  ASSERT_TRUE(until([&] { return has_step_of(0, 2); }));
+  for (const int rank : {0, 1}) hosts.signal(rank, SIGKILL);
+  usleep(100'000);
+  record->last_step = 3;
+  hosts.signal(2, SIGCONT);
+  usleep(1'000'000);  // it has heard all that they have shown, and of their end, as their launchers say
+  record->last_step = 0;
+  EXPECT_THAT(hosts.wait(30)[2].text,
+              HasSubstr("rank(s) 0, 1 of the first generation, of which nothing was heard for a time, have ended"));
+}
+
 TEST_F(ElasticHosts, ELA01_ELA02_ranks_and_hosts_end_at_random_moments) {
   test::kill_on_hosts_at_random(
       {{{2, 2}, "tcp"}, {{2, 2}, "auto"}, {{1, 2}, "tcp"}, {{2, 2, 2}, "auto"}, {{1, 1, 2}, "tcp"}}, {test::Trained()},

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <exception>
 #include <iterator>
+#include <set>
 #include <thread>
 
 #include "comm/group/group_state.h"
@@ -149,7 +150,8 @@ MemberCard Generations::agree(int min_ranks) {
     require_board();
     const auto seen = board_->bell();
     const auto before = membership_.card();
-    const auto outcome = membership_.look(look());
+    const auto sights = look();
+    const auto outcome = membership_.look(sights);
     const auto& card = membership_.card();
     require_not_given_up();
     if (is_newcomer()) require_job();
@@ -184,7 +186,7 @@ MemberCard Generations::agree(int min_ranks) {
         waiting.restart();
       }
       end_stragglers(card, with_stragglers);
-      if (waiting.over()) lose_late(card, outcome);
+      if (waiting.over() || waits_in_vain(sights, outcome)) lose_late(card, outcome);
     }
     if (before == card) board_->wait(seen);
     if (cell_->state->options.while_waiting) cell_->state->options.while_waiting();
@@ -275,13 +277,30 @@ void Generations::require_not_given_up() const {
   }
 }
 
+// Without a majority, because of members that had gone on without this one before they ended: whoever they have
+// admitted may be at work. All others have ended, or wait as this one does.
+bool Generations::waits_in_vain(const std::map<int, MemberSight>& sights, Membership::Outcome outcome) const {
+  if (outcome != Membership::Outcome::no_majority || is_newcomer()) return false;
+  const auto& card = membership_.card();
+  const auto is_settled = [&](int member) {
+    if (member == self()) return true;
+    const auto found = sights.find(member);
+    if (found == sights.end()) return false;
+    const auto& [state, shown] = found->second;
+    return state == MemberSight::State::gone || (state == MemberSight::State::present && shown && *shown == card);
+  };
+  const auto all_are = [&](const MemberList& list) { return std::all_of(list.begin(), list.end(), is_settled); };
+  return all_are(membership_.base()) && all_are(membership_.grown()) && all_are(card.members);
+}
+
 // Those without a majority do not give the job up, because others may go on with it; nor do those without its state.
 void Generations::lose_late(const MemberCard& card, Membership::Outcome outcome) const {
   std::vector<std::string> late;
   std::vector<int> silent;
   // Some hosts may have fallen silent before others, and be off the card.
   const auto& all = members();
-  std::copy_if(all.begin(), all.end(), std::back_inserter(silent), [&](int member) { return board_->silent(member); });
+  std::copy_if(all.begin(), all.end(), std::back_inserter(silent),
+               [&](int member) { return board_->silent(member) && !board_->gone(member); });
   for (const int member : card.members) {
     if (member == self() || board_->silent(member) || board_->entry(member).card == card) continue;
     late.push_back(fmt::format("{} (pid {})", member, board_->process(member).pid));
@@ -292,6 +311,16 @@ void Generations::lose_late(const MemberCard& card, Membership::Outcome outcome)
         "half of all: ranks that are cut off might go on without them",
         fmt::join(silent, ", "),
         late.empty() ? "" : fmt::format(", rank(s) {} have not come to the recovery", fmt::join(late, ", "))));
+  }
+  if (late.empty()) {
+    std::set<int> left_out(all.begin(), all.end());
+    left_out.insert(membership_.grown().begin(), membership_.grown().end());
+    std::erase_if(left_out,
+                  [&](int member) { return std::binary_search(card.members.begin(), card.members.end(), member); });
+    throw JobLost(fmt::format(
+        "rank(s) {} of the first generation, of which nothing was heard for a time, have ended or do not answer, and "
+        "may have gone on without this one: the other ranks are not more than half of all",
+        fmt::join(left_out, ", ")));
   }
   const auto lost = fmt::format(
       "rank(s) {} of the first generation live, but have not come to the recovery within {} s: they are "

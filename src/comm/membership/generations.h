@@ -100,6 +100,7 @@ class Generations {
   MemberCard agree(int min_ranks);
   void require_enough(int ranks, int min_ranks) const;
   void end_left_out(const MemberCard& card) const;
+  bool waits_in_vain(const std::map<int, MemberSight>& sights, Membership::Outcome outcome) const;
   [[noreturn]] void lose_late(const MemberCard& card, Membership::Outcome outcome) const;
   void require_not_given_up() const;
   void make_world(const MemberCard& card);
