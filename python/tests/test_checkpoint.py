@@ -362,56 +362,6 @@ def test_PY07_the_inner_optimizer_of_LocalUpdates_saves_no_mixture(tmp_path):
     on_ranks(refuses)
 
 
-class Counting(torch.optim.Optimizer):
-    """Keeps numbers of Python."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["step"] = state.get("step", 0) + 1
-                state["on"] = True
-                state["rate"] = group["lr"] / state["step"]
-                parameter.add_(parameter.grad, alpha=-state["rate"])
-
-
-@pytest.mark.parametrize("strategy", ["none", "ddp", "local"])
-def test_PY07_numbers_of_an_optimizers_state_stay_what_they_are(strategy, tmp_path):
-    def resumes(rank):
-        def make():
-            torch.manual_seed(0)
-            net = torch.nn.Linear(3, 3)
-            optimizer = Counting(net.parameters(), 0.1)
-            if strategy == "local":
-                updates = shoal.optim.LocalUpdates(net, optimizer, every=2)
-                return net, optimizer, updates, shoal.checkpoint.TrainingState(updates)
-            model = shoal.nn.DistributedDataParallel(net) if strategy == "ddp" else net
-            return model, optimizer, optimizer, shoal.checkpoint.TrainingState(model, optimizer)
-
-        def step(model, optimizer):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        model, inner, optimizer, training = make()
-        step(model, optimizer)
-        shoal.checkpoint.save(tmp_path / "run", training, step=1)
-        before = [dict(inner.state[parameter]) for parameter in inner.param_groups[0]["params"]]
-        model, inner, optimizer, training = make()
-        assert shoal.checkpoint.load(tmp_path / "run", training).exact
-        after = [dict(inner.state[parameter]) for parameter in inner.param_groups[0]["params"]]
-        assert after == before
-        assert {key: type(value) for key, value in after[0].items()} == {"step": int, "on": bool, "rate": float}
-        step(model, optimizer)
-        assert [inner.state[parameter]["step"] for parameter in inner.param_groups[0]["params"]] == [2, 2]
-
-    on_ranks(resumes)
-
-
 class Scaled(torch.nn.Linear):
     scale = 1
 
@@ -437,14 +387,3 @@ def test_PY07_a_state_of_a_modules_own_is_a_difference(tmp_path):
         assert shoal.checkpoint.load_module(file, net).differences == [text]
 
     on_ranks(loads)
-
-
-def test_PY07_a_prefix_that_the_modules_names_lack_is_named(tmp_path):
-    net, file = torch.nn.Linear(2, 2), tmp_path / "wrapped.pt"
-    values = {f"module.{name}": torch.ones_like(value) for name, value in net.state_dict().items()}
-    torch.save(values, file)
-    for options in ({}, {"partial": True}):
-        with pytest.raises(shoal.UsageError, match=r"with the prefix module\., which load_module\(\) takes"):
-            shoal.checkpoint.load_module(file, net, **options)
-    assert shoal.checkpoint.load_module(file, net, prefix="module.").differences == []
-    assert torch.equal(net.weight, values["module.weight"])

@@ -147,3 +147,14 @@ def test_PY07_a_position_that_is_too_long_on_one_rank_is_told_to_all(tmp_path):
             shoal.checkpoint.save(tmp_path / "run", state, position="x" * (3_000_000 if rank == 1 else 1))
 
     on_ranks(run)
+
+
+def test_PY07_a_prefix_that_the_modules_names_lack_is_named(tmp_path):
+    net, file = torch.nn.Linear(2, 2), tmp_path / "wrapped.pt"
+    values = {f"module.{name}": torch.ones_like(value) for name, value in net.state_dict().items()}
+    torch.save(values, file)
+    for options in ({}, {"partial": True}):
+        with pytest.raises(shoal.UsageError, match=r"with the prefix module\., which load_module\(\) takes"):
+            shoal.checkpoint.load_module(file, net, **options)
+    assert shoal.checkpoint.load_module(file, net, prefix="module.").differences == []
+    assert torch.equal(net.weight, values["module.weight"])

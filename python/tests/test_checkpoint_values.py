@@ -200,3 +200,53 @@ def test_PY07_buffers_get_the_shapes_that_a_load_of_the_module_would_give_them(t
             assert wider.norm.running_mean.shape == (4,)
 
     on_ranks(trains)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps numbers of Python."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["on"] = True
+                state["rate"] = group["lr"] / state["step"]
+                parameter.add_(parameter.grad, alpha=-state["rate"])
+
+
+@pytest.mark.parametrize("strategy", ["none", "ddp", "local"])
+def test_PY07_numbers_of_an_optimizers_state_stay_what_they_are(strategy, tmp_path):
+    def resumes(rank):
+        def make():
+            torch.manual_seed(0)
+            net = torch.nn.Linear(3, 3)
+            optimizer = Counting(net.parameters(), 0.1)
+            if strategy == "local":
+                updates = shoal.optim.LocalUpdates(net, optimizer, every=2)
+                return net, optimizer, updates, shoal.checkpoint.TrainingState(updates)
+            model = shoal.nn.DistributedDataParallel(net) if strategy == "ddp" else net
+            return model, optimizer, optimizer, shoal.checkpoint.TrainingState(model, optimizer)
+
+        def step(model, optimizer):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model, inner, optimizer, training = make()
+        step(model, optimizer)
+        shoal.checkpoint.save(tmp_path / "run", training, step=1)
+        before = [dict(inner.state[parameter]) for parameter in inner.param_groups[0]["params"]]
+        model, inner, optimizer, training = make()
+        assert shoal.checkpoint.load(tmp_path / "run", training).exact
+        after = [dict(inner.state[parameter]) for parameter in inner.param_groups[0]["params"]]
+        assert after == before
+        assert {key: type(value) for key, value in after[0].items()} == {"step": int, "on": bool, "rate": float}
+        step(model, optimizer)
+        assert [inner.state[parameter]["step"] for parameter in inner.param_groups[0]["params"]] == [2, 2]
+
+    on_ranks(resumes)

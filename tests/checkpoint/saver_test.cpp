@@ -14,17 +14,17 @@
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/saving/saver.h"
-#include "comm/group/text.h"
 #include "shoal/error.h"
 #include "tests/checkpoint/tensors.h"
 #include "tests/support/refusal.h"
-#include "tests/support/temp_folder.h"
+#include "tests/support/shared_folder.h"
 #include "tests/support/world.h"
 
 namespace shoal::saver_test {
 namespace {
 
 namespace fs = std::filesystem;
+using test::SharedFolder;
 using test::Whole;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
@@ -32,21 +32,6 @@ using ::testing::HasSubstr;
 const Group& group() {
   return test::world().group();
 }
-
-// One folder for all ranks, removed at the end.
-class SharedFolder {
- public:
-  SharedFolder() {
-    if (group().rank() == 0) folder_ = std::make_unique<test::TempFolder>();
-    path_ = broadcast_text(group(), folder_ ? folder_->path().string() : "", 0, {});
-  }
-  ~SharedFolder() { group().barrier().wait(); }
-  fs::path operator/(const char* name) const { return path_ / name; }
-
- private:
-  std::unique_ptr<test::TempFolder> folder_;
-  fs::path path_;
-};
 
 CheckpointContents contents_of(int64_t step, std::vector<NamedSlice> slices) {
   return {.step = step,

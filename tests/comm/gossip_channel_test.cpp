@@ -18,6 +18,7 @@
 #include "comm/rendezvous/peer_socket.h"
 #include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"
+#include "tests/comm/gossip_disturbances.h"
 #include "tests/support/world.h"
 
 namespace shoal::gossip_channel_test {
@@ -25,6 +26,9 @@ namespace {
 
 using Limit = GossipChannel::Limit;
 constexpr Limit patience{20000}, moment{60};
+
+using test::CutGreeting;
+using test::Interruptions;
 
 const Group& group() {
   return test::world().group();
@@ -83,31 +87,6 @@ TEST_F(Channel, DEC01_a_version_is_read_by_all_that_wait_for_it) {
     if (reads()) EXPECT_READ(read(*channel, version), here, version);
   }
 }
-
-// While it lives, this thread stands still for a moment every now and then, wherever it is.
-class Interruptions {
- public:
-  Interruptions() {
-    struct sigaction pause {};
-    pause.sa_handler = [](int) { std::this_thread::sleep_for(std::chrono::microseconds(50)); };
-    pause.sa_flags = SA_RESTART;
-    sigaction(SIGALRM, &pause, &former_);
-    set(150);
-  }
-  ~Interruptions() {
-    set(0);
-    sigaction(SIGALRM, &former_, nullptr);
-  }
-  Interruptions(const Interruptions&) = delete;
-  Interruptions& operator=(const Interruptions&) = delete;
-
- private:
-  static void set(int microseconds) {
-    const itimerval timer{.it_interval = {0, microseconds}, .it_value = {0, microseconds}};
-    setitimer(ITIMER_REAL, &timer, nullptr);
-  }
-  struct sigaction former_ {};
-};
 
 // A source may be one step ahead: it shows the next version while others look for this one. A rank that is interrupted
 // in its look must not find the next one instead.
@@ -233,41 +212,6 @@ TEST_F(Channel, DEC17_a_version_can_be_read_again_until_another_is) {
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 1), here, 1);
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 2), here, 2);
 }
-
-// A rank's first message to another; the other ends the connection before it has answered.
-class CutGreeting {
- public:
-  CutGreeting() {
-    connection_.put({.kind = FrameKind::hello});
-    EXPECT_TRUE(advance());
-  }
-  // The rank calls once more, and is heard.
-  void expect_second_call() {
-    { const auto ended = accepted(); }
-    EXPECT_TRUE(advance()) << "calls again";
-    const auto called = accepted();
-    Handshake handshake(job_, Handshake::Side::called, key);
-    for (int turn = 0; turn < 4; ++turn) {
-      handshake.advance(called);
-      EXPECT_TRUE(advance());
-    }
-    EXPECT_EQ(handshake.advance(called), Handshake::State::done);
-    EXPECT_TRUE(connection_.idle()) << "the message is sent";
-  }
-
- private:
-  static constexpr uint64_t key = 7;
-  bool advance() { return connection_.advance(place_of(listening_), job_, key); }
-  Descriptor accepted() const {
-    Descriptor socket(accept4(listening_.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    EXPECT_TRUE(socket.open());
-    return socket;
-  }
-
-  const JobIdentity job_{"night", "0123456789abcdef0123456789abcdef"};
-  const Descriptor listening_ = listen_for_peers("127.0.0.1");
-  OutgoingConnection connection_;
-};
 
 // For longer than a host may be silent: the host answers in its place, and the buffers between the two are full.
 TEST_F(Channel, DEC17_a_rank_that_stands_still_for_long_is_late_and_not_lost) {

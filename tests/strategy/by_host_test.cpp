@@ -2,52 +2,23 @@
 // shard_within_host.
 
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
-#include <torch/optim/adam.h>
 
 #include "shoal/call_log.h"
 #include "shoal/checkpoint.h"
 #include "shoal/hooks.h"
 #include "shoal/megatron.h"
 #include "shoal/zero.h"
+#include "tests/strategy/by_host.h"
 #include "tests/support/forked_hosts.h"
 #include "tests/support/models.h"
-#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::by_host_test {
 namespace {
 
+using namespace by_host;  // NOLINT(google-build-using-namespace): helpers of this folder's tests
 using ::testing::HasSubstr;
-using Adam = OSS<torch::optim::Adam>;
-using Parallel = ShardedDataParallel<test::MlpImpl>;
-
-const torch::optim::AdamOptions adam(1e-2);
-constexpr int64_t micro_batches = 2;
-constexpr double max_norm = 0.05;
-const std::vector<std::vector<int>> kinds{{2, 2}, {1, 2}, {2, 1}, {3}, {1, 1, 1}};
-
-class ByHost : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (!test::ForkedHosts::possible()) GTEST_SKIP() << "this system does not let a process make namespaces";
-  }
-};
-
-void run(const std::vector<int>& hosts, const std::function<std::string(const World&)>& body,
-         const ::testing::Matcher<const std::string&>& expected = ::testing::StrEq("")) {
-  test::ForkedHosts job(hosts, [&](const World& world) {
-    alarm(40);
-    return body(world);
-  });
-  for (const auto& one : job.wait(50)) EXPECT_THAT(one.text, expected) << "hosts " << ::testing::PrintToString(hosts);
-}
-
-test::Mlp model_of(int seed, at::ScalarType dtype = at::kDouble) {
-  torch::manual_seed(seed);
-  return test::Mlp(12, 16, 5, dtype);
-}
 
 // One process that sees the batches of all ranks.
 class Reference {
@@ -325,115 +296,6 @@ TEST_F(ByHost, SDP09_parameters_that_come_later_have_the_values_of_rank_0) {
       });
     }
   }
-}
-
-TEST_F(ByHost, SDP01_refusals_of_options) {
-  run(
-      {1, 2},
-      [](const World& world) {
-        auto model = model_of(0);
-        Adam optimizer(model->parameters(), adam, world.group().by_host(), {.broadcast_fp16 = world.rank() == 0});
-        return test::refusal<DisagreeError>([&] { const Parallel parallel(model.ptr(), optimizer, world.group()); });
-      },
-      HasSubstr("broadcast_fp16"));
-  run(
-      {2, 2},
-      [](const World& world) {
-        auto model = model_of(0);
-        const torch::optim::AdamOptions own(world.rank() < 2 ? 1e-2 : 1e-3);
-        Adam optimizer(model->parameters(), own, world.group().by_host());
-        return test::refusal<DisagreeError>([&] { const Parallel parallel(model.ptr(), optimizer, world.group()); });
-      },
-      HasSubstr("the parameters and options of OSS on each host"));
-  run(
-      {1, 2},
-      [](const World& world) {
-        auto model = model_of(0);
-        Adam optimizer(model->parameters(), adam, world.group().by_host(), {.broadcast_fp16 = true});
-        return test::refusal([&] { const Parallel parallel(model.ptr(), optimizer, world.group()); });
-      },
-      HasSubstr("broadcast_fp16"));
-  run(
-      {1, 2},
-      [](const World& world) {
-        auto model = model_of(0);
-        Adam optimizer(model->parameters(), adam, world.group().by_host());
-        ShardedDataParallelOptions options;
-        options.reduce_fp16 = true;
-        return test::refusal([&] { const Parallel parallel(model.ptr(), optimizer, world.group(), options); });
-      },
-      HasSubstr("needs equally many ranks on each host"));
-}
-
-TEST_F(ByHost, SDP01_refusals) {
-  run(
-      {2, 2},
-      [](const World& world) {
-        auto model = model_of(0);
-        const auto pair = world.group().subgroup(world.rank() < 2 ? std::vector{1, 0} : std::vector{3, 2});
-        Adam optimizer(model->parameters(), adam, pair);
-        return test::refusal([&] { const Parallel parallel(model.ptr(), optimizer, world.group()); });
-      },
-      HasSubstr("OSS the wrapper's group by_host()"));
-  run(
-      {2, 2},
-      [](const World& world) {
-        auto model = model_of(0);
-        Adam optimizer(model->parameters(), adam, world.group().by_host());
-        ShardedDataParallelOptions options;
-        options.sync_models_at_startup = false;
-        return test::refusal([&] { const Parallel parallel(model.ptr(), optimizer, world.group(), options); });
-      },
-      HasSubstr("sync_models_at_startup"));
-  run(
-      {2, 2},
-      [](const World& world) {
-        auto model = model_of(0);
-        const auto parameters = model->parameters();
-        Adam weights({parameters[0], parameters[2], parameters[4]}, adam, world.group().by_host());
-        Adam biases({parameters[1], parameters[3], parameters[5]}, adam, world.group());
-        const std::vector<OSSCore*> both{&weights, &biases};
-        return test::refusal([&] { const Parallel parallel(model.ptr(), both, world.group()); });
-      },
-      HasSubstr("give both the same"));
-}
-
-TEST_F(ByHost, MEG01_refusals) {
-  const auto refused = [](const World& world, const DistributedOptimizerOptions& options) {
-    return test::refusal([&] {
-      auto model = model_of(0);
-      const DistributedOptimizer<torch::optim::Adam> optimizer(model, adam, world.group(), options);
-    });
-  };
-  run(
-      {1, 2},
-      [&](const World& world) {
-        return refused(world, {.reuse_grad_buf_for_param_gather = true, .shard_within_host = true});
-      },
-      HasSubstr("reuse_grad_buf_for_param_gather with shard_within_host needs equally many ranks"));
-  run(
-      {1, 2},
-      [&](const World& world) {
-        return refused(world,
-                       {.shard_within_host = true, .communication_hook = std::make_shared<CompressHook>(at::kHalf)});
-      },
-      HasSubstr("a communication_hook with shard_within_host"));
-  run(
-      {2, 2},
-      [&](const World& world) {
-        return refused(world, {.shard_within_host = true, .model_parallel_group = world.group()});
-      },
-      HasSubstr("model_parallel_group has 4 of the 4 data-parallel ranks; with shard_within_host"));
-  run(
-      {2, 2},
-      [](const World& world) {
-        return test::refusal<DisagreeError>([&] {
-          auto model = model_of(0);
-          const DistributedOptimizer<torch::optim::Adam> optimizer(model, adam, world.group(),
-                                                                   {.shard_within_host = world.rank() == 3});
-        });
-      },
-      HasSubstr("shard_within_host"));
 }
 
 // Ranks of a host may agree where hosts do not.

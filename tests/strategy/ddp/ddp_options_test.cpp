@@ -9,8 +9,10 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <limits>
 
+#include "shoal/call_log.h"
 #include "shoal/error.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
@@ -221,6 +223,39 @@ TEST(DdpOptions, validate_lists_all_faults) {
       EXPECT_NE(text.find(part), std::string::npos) << text;
     }
   }
+}
+
+TEST(DdpOptions, DDP12_gradients_are_summed_in_a_dtype_of_their_own) {
+  auto log = std::make_shared<CallLog>();
+  const auto model = std::make_shared<test::MlpImpl>(12, 16, 5, at::kFloat);
+  DistributedDataParallel<test::MlpImpl> parallel(
+      model, group().recorded(log), {.precision = Precision::bf16_mixed(), .reduce_dtype = at::kBFloat16});
+  log->clear();
+  mean_loss(parallel.forward(batch(group().rank(), 0).to(at::kFloat))).backward();
+  int64_t sent = 0;
+  for (const auto& record : log->records()) {
+    sent = std::max(sent, record.op == Op::all_reduce ? record.bytes : 0);
+  }
+  int64_t elements = 0;
+  for (const auto& parameter : model->parameters()) {
+    EXPECT_EQ(parameter.grad().scalar_type(), at::kFloat);
+    EXPECT_EQ(parameter.scalar_type(), at::kFloat);
+    elements += parameter.numel();
+  }
+  EXPECT_LT(sent, 4 * elements);
+  EXPECT_GE(sent, 2 * elements);
+  const auto data = parallel.logging_data();
+  EXPECT_EQ(data.communication_hook, "bf16");
+  const auto has = [&](const std::string& name, const std::string& value) {
+    return std::count(data.settings.begin(), data.settings.end(), std::pair(name, value)) == 1;
+  };
+  EXPECT_TRUE(has("precision", "parameters Float, computes in BFloat16, scaler no"));
+  EXPECT_TRUE(has("reduce_dtype", "BFloat16"));
+  EXPECT_TRUE(has("communication_hook", "none"));
+  EXPECT_TRUE(has("buffer_hook", "none"));
+  EXPECT_THROW(DistributedDataParallelOptions{.reduce_dtype = at::kDouble}.validate(), UsageError);
+  const DistributedDataParallelOptions both{.grad_reduce_in_fp32 = true, .reduce_dtype = at::kBFloat16};
+  EXPECT_THROW(both.validate(), UsageError) << "float32, and 16 bits";
 }
 
 }  // namespace
