@@ -1,4 +1,4 @@
-"""Checks the structure of the sources: layers, cycles, and what may be named only in one place.
+"""Checks the structure of the sources: layers, cycles, lengths, and what may be named only in one place.
 
     python check.py REPOSITORY    prints one line per violation; exit code 1 if there is any
 """
@@ -8,6 +8,7 @@ import re
 import sys
 
 import file_names
+import lengths
 
 # May include only what stands before it in its line. Lines are alternatives to each other where layers are unrelated.
 ORDER = ["base", "layout", "memory", "comm", "module", "checkpoint", "optim", "engine", "strategy", "training", "planning"]
@@ -339,7 +340,7 @@ def violations(root):
 
 
 def main():
-    found = violations(sys.argv[1])
+    found = violations(sys.argv[1]) + list(lengths.violations(sys.argv[1]))
     print("\n".join(found) or "%d files in order" % len(sources(sys.argv[1])))
     sys.exit(1 if found else 0)
 

@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import check
+import lengths
 import requirements
 
 PLANTED = [
@@ -39,6 +40,22 @@ PLANTED = [
     ("src/engine/elastic/nobody_guesses.cpp", "namespace shoal {}\n", "it has no header of its name"),
     ("src/engine/wrapper/timers.h", "#pragma once\n", "it need not be in EXCEPTIONS"),
 ]
+
+
+def check_lengths():
+    """A file that is too long, or longer than its entry, and an entry that can go."""
+    files = {"src/short.cpp": 300, "src/long.cpp": 301, "src/known.h": 310, "src/cut.cpp": 300, "tests/grown_test.cpp": 402,
+             "tests/full_test.cpp": 400, "python/tests/test_long.py": 401}
+    with tempfile.TemporaryDirectory() as root:
+        for path, count in files.items():
+            os.makedirs(os.path.join(root, os.path.dirname(path)), exist_ok=True)
+            with open(os.path.join(root, path), "w", encoding="utf-8") as f:
+                f.write(count * "\n")
+        longer = {"src/known.h": 310, "src/cut.cpp": 320, "tests/grown_test.cpp": 401, "src/gone.cpp": 500}
+        found = [line.split(",")[0] for line in lengths.violations(root, longer)]
+    assert found == ["python/tests/test_long.py: 401 lines", "src/cut.cpp: 300 lines are within the limit; remove its entry "
+                     "of lengths.py", "src/long.cpp: 301 lines", "tests/grown_test.cpp: 402 lines",
+                     "src/gone.cpp: has an entry of lengths.py"], found
 
 
 def check_requirements():
@@ -89,6 +106,7 @@ def main():
             assert any(expected in v for v in found), "%s in %s was not found: %s" % (expected, path, found)
         found = found_with("src/engine/buckets/bucket.cpp", "// c10d and getenv may be spoken of\n")
         assert found == [], found
+    check_lengths()
     check_requirements()
     print("%d kinds of violation found" % len(PLANTED))
 
