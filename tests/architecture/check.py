@@ -3,6 +3,7 @@
     python check.py REPOSITORY    prints one line per violation; exit code 1 if there is any
 """
 
+import functools
 import os
 import re
 import sys
@@ -202,11 +203,14 @@ def check_names(path, text):
 DETAIL = re.compile(r"\bdetail/\w+\.h\b")
 
 
-def check_advice(root, files):
-    """Errors and pages that name a header of detail/, which is not for users."""
-    for path, text in sorted(files.items()):
-        if any(DETAIL.search(line) and '"' in line for line in text.splitlines() if not INCLUDE.match(line)):
-            yield "%s: an error names a header of detail/" % path
+def check_errors(path, text):
+    """Errors that name a header of detail/, which is not for users."""
+    if any(DETAIL.search(line) and '"' in line for line in text.splitlines() if not INCLUDE.match(line)):
+        yield "%s: an error names a header of detail/" % path
+
+
+def check_pages(root):
+    """Pages that do."""
     for folder, _, names in os.walk(os.path.join(root, "docs")):
         for name in names:
             with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as f:
@@ -294,11 +298,11 @@ def defined_classes(text):
         scopes.append(name or namespace or None)
 
 
-def check_one_definition(files):
+def check_one_definition(classes):
     """Classes of one name in two files. The linker keeps one of their destructors for both, without a word."""
     places = {}
-    for path, text in sorted(files.items()):
-        for name in defined_classes(text):
+    for path, names in sorted(classes.items()):
+        for name in names:
             places.setdefault(name, set()).add(path)
     for name, paths in sorted(places.items()):
         if len(paths) > 1:
@@ -322,20 +326,25 @@ def check_comments(path, text):
             yield "%s: a comment names %s of docs/requirements.md" % (path, REQUIREMENT.search(comment).group())
 
 
+@functools.cache  # check_test.py plants a violation in one file after the other
+def examine(path, text):
+    """Violations within a file, what it includes, and the classes that it defines."""
+    code = COMMENT.sub("", text)
+    found = [*check_comments(path, text), *check_names(path, code), *check_sizes(path, code), *check_errors(path, text)]
+    return found, INCLUDE.findall(code), list(defined_classes(text))
+
+
 def violations(root):
     files = sources(root)
-    graph, found = {}, []
+    graph, classes, found = {}, {}, []
     for path, text in sorted(files.items()):
-        found += check_comments(path, text)
-        text = COMMENT.sub("", text)
-        targets = [t for t in (resolve(i, files) for i in INCLUDE.findall(text)) if t]
-        graph[path] = targets
-        found += [line for line in (check_layers(path, target) for target in targets) if line]
-        found += check_names(path, text)
-        found += check_sizes(path, text)
+        within, includes, classes[path] = examine(path, text)
+        graph[path] = [t for t in (resolve(i, files) for i in includes) if t]
+        found += within
+        found += [line for line in (check_layers(path, target) for target in graph[path]) if line]
     found += file_names.check_file_names(files)
-    found += check_one_definition(files)
-    found += check_advice(root, files)
+    found += check_one_definition(classes)
+    found += check_pages(root)
     return found + check_cycles(graph) + list(check_folders(graph))
 
 
