@@ -252,12 +252,11 @@ class Reducer final : private BackwardListener, private FailedStep {
   PendingExchange with_held(size_t bucket, PendingExchange sum);
   void hold_back();
 
+  // reducer_step.cpp: end of a step
   // Whether its backward has thrown before the first gradient; another one may follow.
   bool has_thrown() const {
     return entry_.expected && tracker_.phase() == BackwardTracker::Phase::idle && tracker_.left_open();
   }
-
-  // reducer_step.cpp: end of a step
   void await_step();
   void deliver_step();
   double wait_for_buckets();
