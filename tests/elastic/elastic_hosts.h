@@ -89,17 +89,15 @@ inline void die_on_hosts(const Kind& kind, const std::vector<Death>& deaths, con
 
 inline void die_at_each_moment(const std::vector<Trained>& list) {
   int number = 0;
-  size_t ways = 0;
   for (const auto& trained : list) {
     std::vector<Moment> moments{Moment::in_backward, Moment::before_commit, Moment::spoilt_update,
                                 Moment::in_last_chunk};
-    // Each of the others at every second way of training.
-    const std::vector<Moment> others{Moment::before_forward, Moment::before_update, Moment::in_update,
-                                     Moment::after_update, Moment::between_steps};
-    for (size_t i = 0; trained.optimizer == "adamw" && !trained.has_copies() && i < others.size(); ++i) {
-      if ((i + ways) % 2 == 0) moments.push_back(others[i]);
+    if (trained.optimizer == "adamw" && !trained.has_copies()) {
+      for (const auto other : {Moment::before_forward, Moment::before_update, Moment::in_update, Moment::after_update,
+                               Moment::between_steps}) {
+        moments.push_back(other);
+      }
     }
-    ++ways;
     for (const auto moment : moments) {
       const Kind kind{number % 3 == 2 ? std::vector<int>{2, 2, 2} : std::vector<int>{2, 2}, "auto"};
       const int victim = ++number % kind.ranks();

@@ -32,7 +32,7 @@ TEST(SecondOwners, ELA04_the_second_owner_is_on_the_next_host) {
   EXPECT_EQ(choose_second_owners({0, 0, 0}), (std::vector<int>{1, 2, 0}));  // of one host
 }
 
-// Sums of a rank that is alone, and owns them second_shards.
+// Sums of a rank that is alone, and the second owner of them, too.
 struct Copied {
   explicit Copied(const Group& group)
       : reducer({{"a", a}, {"b", b}}, group, {.leave_grad = false},
