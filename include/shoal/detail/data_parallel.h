@@ -69,9 +69,10 @@ class DataParallelCore : public Joinable {
   // - If forward had begun the step, also under no_sync(), the other ranks get StepAbandoned from the backward that
   //   ends it, and gradients are invalid on all ranks: zero, or undefined if they were so before. Sharded sums of
   //   earlier steps stay.
-  // - The next forward of any wrapper calls it after an exception in forward, in a hook, or in a backward that had
-  //   reached an output of forward, but not under no_sync(), where the program may leave out a micro-batch. After other
-  //   exceptions call it yourself: a rank that goes on without it meets the others one step late (docs/guides/ddp.md).
+  // - The next forward of any wrapper that averages gradients, in the same thread, calls it after an exception in
+  //   forward, in a hook, or in a backward that had reached an output of forward, but not under no_sync(), where the
+  //   program may leave out a micro-batch. After other exceptions call it yourself: a rank that goes on without it
+  //   meets the others one step late (docs/guides/ddp.md).
   // - In a Join it also ends a step for which this rank has said that it has a batch, which cannot be made.
   // - If the ranks have agreed to skip a step that some of them have not begun, do not call it (there it would do
   //   nothing, and the others would wait): zero the gradients.

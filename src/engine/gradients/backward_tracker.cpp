@@ -43,10 +43,11 @@ Watched& watched() {
 void require_wrapper(bool detached, const std::string& parameter) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   if (!detached || (chosen != nullptr && !chosen->empty())) return;
-  throw UsageError(
-      fmt::format("backward of a forward whose wrapper is gone by now: gradients, such as that of {}, would stay those "
-                  "of this rank alone. Keep the wrapper until backward has ended",
-                  parameter));
+  throw UsageError(fmt::format(
+      "backward of a forward whose wrapper is gone by now, has been unwrapped, or has changed its ranks since: "
+      "gradients, such as that of {}, would stay those of this rank alone. Keep the wrapper, as it is, until "
+      "backward has ended",
+      parameter));
 }
 
 }  // namespace
@@ -181,6 +182,7 @@ void BackwardTracker::queue(const std::shared_ptr<Watch>& watch, EndStage stage)
 
 void BackwardTracker::ended(const std::shared_ptr<Watch>& watch, EndStage stage) {
   const auto held = lock();
+  if (under_way_.lock() != watch) return watch->finish();  // another one of this backward has taken its place
   if (stage == EndStage::send && watch->passes()) {
     recomputes_ = true;
     return;
@@ -249,6 +251,11 @@ void BackwardTracker::end_from(EndStage stage) {
   for (const auto next : {EndStage::send, EndStage::await, EndStage::deliver}) {
     if (next >= stage && phase_ == Phase::running) listener_.end_backward(next);
   }
+}
+
+void BackwardTracker::forget_left_open() {
+  const auto held = lock();
+  if (!in_backward()) left_open_ = false;
 }
 
 void BackwardTracker::enter(Phase phase) {

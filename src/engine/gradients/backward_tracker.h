@@ -93,6 +93,7 @@ class BackwardTracker {
   void end() { end_from(EndStage::send); }
   // Whether a backward has reached an output or a gradient, and not ended: outside of a backward, it has failed.
   bool left_open() const { return left_open_; }
+  void forget_left_open();
   // Entering `running` resets the arrivals.
   void enter(Phase phase);
   Phase phase() const { return phase_; }

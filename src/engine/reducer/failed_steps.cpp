@@ -35,17 +35,20 @@ void forget_failed(FailedStep& step) {
   std::erase_if(all, [&](const auto& entry) { return entry.first == &step; });
 }
 
-void end_failed_steps() {
-  std::vector<FailedStep*> own;
+void end_failed_steps(const FailedStep* step) {
+  std::vector<FailedStep*> failed;
   {
     auto& [mutex, all] = failed_steps();
     const std::lock_guard lock(mutex);
-    for (const auto& [step, thread] : all) {
-      if (thread == std::this_thread::get_id()) own.push_back(step);
+    const auto here = std::this_thread::get_id();
+    const auto noted = std::find_if(all.begin(), all.end(), [&](const auto& entry) { return entry.first == step; });
+    const auto there = noted == all.end() ? here : noted->second;
+    for (const auto& [each, thread] : all) {
+      if (thread == here || thread == there) failed.push_back(each);
     }
   }
-  for (auto* step : own) step->send_rest();
-  for (auto* step : own) step->end();
+  for (auto* each : failed) each->send_rest();
+  for (auto* each : failed) each->end();
 }
 
 }  // namespace shoal

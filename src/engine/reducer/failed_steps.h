@@ -15,11 +15,12 @@ class FailedStep {
   ~FailedStep() = default;
 };
 
-// Call it in the order in which backward has reached the steps. A repeated call does nothing.
+// Notes it for the calling thread, in the order in which backward has reached the steps. A repeated call does nothing.
 void note_failed(FailedStep& step);
 // Call it when the step has ended, and before it is destroyed.
 void forget_failed(FailedStep& step);
-// Ends those that this thread has noted.
-void end_failed_steps();
+// Ends those that this thread has noted, and with `step` those of the thread that has noted it: the program may handle
+// an exception in another thread.
+void end_failed_steps(const FailedStep* step = nullptr);
 
 }  // namespace shoal

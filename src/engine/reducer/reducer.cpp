@@ -89,6 +89,7 @@ void Reducer::expect_backward() {
     adopt_changes();
     build(order_.agree(group_, gradients_.size(), steps_));
   }
+  if (!entry_.expected) tracker_.forget_left_open();  // that was a backward of before this step
   entry_.expected = buckets_.any_trainable();
   entry_.holding = callbacks.holds_back();
 }

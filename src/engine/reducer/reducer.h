@@ -150,11 +150,10 @@ class Reducer final : private BackwardListener, private FailedStep {
   int lead() const { return join_state_ ? join_state_->first : 0; }
   // UsageError if this rank has a batch.
   void require_absence() const;
-  // Abandons a step whose backward has failed on this rank, and those of other reducers. For an optimizer, whose own
-  // communication would meet that of these steps on the other ranks.
+  // Ends steps that have failed on this rank, of all reducers, and this one's if its backward has. For an optimizer,
+  // whose own communication would meet that of these steps on the other ranks.
   void settle_failed_backward();
-  // The same, and abandons a step that has failed in forward. Not one whose backward runs still: a hook may evaluate in
-  // it.
+  // The same, but not if its backward runs still: a hook may evaluate in it.
   void settle();
   // Abandons a step that was begun and not finished, on all ranks; the peers get StepAbandoned. Collective with the
   // peers' step. Without such a step, only forgets gradients of local backwards.

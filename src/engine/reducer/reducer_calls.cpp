@@ -115,7 +115,7 @@ void Reducer::abandon() {
     end();
   } else {
     note_failed(*this);
-    end_failed_steps();
+    end_failed_steps(this);
   }
 }
 
@@ -146,7 +146,8 @@ void Reducer::send_rest() {
       }
       issue(index);
     }
-  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
+  } catch (const CommError&) {  // there is nobody left to tell; the next call says so
+    if (running()) step_->weight = std::nan("");
   } catch (...) {
     close_step();
     throw;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <thread>
 
 #include "shoal/error.h"
 #include "tests/strategy/faults/faulty_training.h"
@@ -48,6 +49,54 @@ TEST_P(Faults, BEY10_a_backward_that_failed_before_its_first_gradient_may_be_run
   trainer.training.step();
   trainer.step(2);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 2})), 1e-12);
+}
+
+// As in a pool of threads, whose exceptions the main thread handles.
+TEST_P(Faults, BEY10_a_step_that_failed_in_another_thread_may_be_abandoned_in_this_one) {
+  if (GetParam().starts_with("megatron")) GTEST_SKIP() << "DistributedOptimizer sees no forward";
+  Trainer trainer(GetParam());
+  trainer.step(0);
+  trainer.training.zero_grad();
+  const bool here = group().rank() == 0;
+  if (here) trainer.model->fail = Point::last_gradient;
+  bool injected = false, abandoned = false;
+  std::thread([&] {
+    try {
+      trainer.training.forward(batch(group().rank(), 10)).backward();
+    } catch (const Injected&) {
+      injected = true;
+    } catch (const StepAbandoned&) {
+      abandoned = true;
+    }
+  }).join();
+  EXPECT_EQ(injected, here);
+  EXPECT_EQ(abandoned, !here);
+  trainer.model->fail.reset();
+  if (here) trainer.training.abandon_step();
+  trainer.step(1);
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
+}
+
+TEST_P(Faults, BEY10_a_micro_batch_that_failed_before_its_first_gradient_does_not_end_the_next_step) {
+  if (GetParam().starts_with("megatron")) GTEST_SKIP() << "DistributedOptimizer sees no forward";
+  if (gathers(GetParam())) GTEST_SKIP() << "all ranks must run as many backwards";
+  Trainer trainer(GetParam());
+  trainer.step(0);
+  trainer.training.zero_grad();
+  if (group().rank() == 0) {
+    trainer.model->fail = Point::before_gradients;
+    const auto local = trainer.training.no_sync(true);
+    EXPECT_THROW(trainer.training.forward(batch(0, 10)).backward(), Injected);
+    trainer.model->fail.reset();
+  }
+  const auto loss = trainer.training.forward(batch(group().rank(), 1));
+  {
+    const torch::NoGradGuard no_grad;
+    trainer.training.forward(batch(group().rank(), 10));
+  }
+  loss.backward();
+  trainer.training.step();
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
 }
 
 TEST_P(Faults, BEY10_an_exception_in_the_loss_ends_the_step_on_all_where_abandon_step_is_called) {
