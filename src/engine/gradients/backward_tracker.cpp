@@ -74,7 +74,7 @@ class BackwardTracker::Watch {
     if (passes_ && in_backward()) {
       tracker_.follow(until_);
     } else if (std::uncaught_exceptions() > 0) {
-      tracker_.failed(number_);  // the step stays open, and the next backward is refused
+      tracker_.failed(*this);  // the step stays open, and the next backward is refused
     }
     // Otherwise a device's thread destroys it late, where the program may be at work on the gradients: the next forward
     // ends the step.
@@ -88,6 +88,8 @@ class BackwardTracker::Watch {
   bool alone() const { return watched().add(backward_, 0) == 1; }
   // The backward has ended, without an exception.
   void finish() { over_ = true; }
+  int64_t number() const { return number_; }
+  int backward() const { return backward_; }
 
  private:
   BackwardTracker& tracker_;
@@ -200,11 +202,11 @@ void BackwardTracker::ended(const std::shared_ptr<Watch>& watch, EndStage stage)
 
 // Autograd destroys the watch of a backward that has thrown before the caller gets the exception. With a device's
 // thread it may be later, when another backward has begun.
-void BackwardTracker::failed(int64_t watch) noexcept {
-  if (watch != watches_ || phase_ == Phase::local) return;
+void BackwardTracker::failed(const Watch& watch) noexcept {
+  if (watch.number() != watches_ || phase_ == Phase::local) return;
   const torch::NoGradGuard no_grad;
   try {
-    listener_.backward_failed();
+    listener_.backward_failed(watch.backward());
   } catch (...) {  // NOLINT(bugprone-empty-catch): what the backward has thrown says more
   }
 }

@@ -37,7 +37,8 @@ class BackwardListener {
   virtual void end_backward(EndStage stage) = 0;
   // A backward has thrown that synchronises, or that has reached an output and no gradient. Its caller has not got
   // control yet. Must not communicate. Not always called if a device's thread has run it, see left_open().
-  virtual void backward_failed() {}
+  // backward: autograd's number of it.
+  virtual void backward_failed(int /*backward*/) {}
   // Whether a backward that begins now would synchronise.
   virtual bool synchronises() const { return false; }
   // Whether it shares a backward with other wrappers, see EndStage.
@@ -122,7 +123,7 @@ class BackwardTracker {
   void queue(const std::shared_ptr<Watch>& watch, EndStage stage);
   void ended(const std::shared_ptr<Watch>& watch, EndStage stage);
   void end_from(EndStage stage);
-  void failed(int64_t watch) noexcept;
+  void failed(const Watch& watch) noexcept;
   void require_no_failed_backward() const;
   void require_own_forward() const;
   void arriving(size_t gradient);

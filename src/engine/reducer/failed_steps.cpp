@@ -1,18 +1,32 @@
 #include "engine/reducer/failed_steps.h"
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <mutex>
 #include <thread>
-#include <utility>
 #include <vector>
 
 namespace shoal {
 namespace {
 
+struct Entry {
+  FailedStep* step;
+  int backward;
+  std::thread::id thread;
+};
+
 // Several threads may train, each with its own groups of ranks.
 struct FailedSteps {
   std::mutex mutex;
-  std::vector<std::pair<FailedStep*, std::thread::id>> all;
+  std::vector<Entry> all;
+
+  std::vector<Entry> those(const std::function<bool(const Entry&)>& chosen) {
+    const std::lock_guard lock(mutex);
+    std::vector<Entry> list;
+    std::copy_if(all.begin(), all.end(), std::back_inserter(list), chosen);
+    return list;
+  }
 };
 
 FailedSteps& failed_steps() {
@@ -22,33 +36,34 @@ FailedSteps& failed_steps() {
 
 }  // namespace
 
-void note_failed(FailedStep& step) {
+void note_failed(FailedStep& step, int backward) {
   auto& [mutex, all] = failed_steps();
   const std::lock_guard lock(mutex);
-  const bool noted = std::any_of(all.begin(), all.end(), [&](const auto& entry) { return entry.first == &step; });
-  if (!noted) all.emplace_back(&step, std::this_thread::get_id());
+  const bool noted = std::any_of(all.begin(), all.end(), [&](const Entry& entry) { return entry.step == &step; });
+  if (!noted) all.push_back({&step, backward, std::this_thread::get_id()});
 }
 
 void forget_failed(FailedStep& step) {
   auto& [mutex, all] = failed_steps();
   const std::lock_guard lock(mutex);
-  std::erase_if(all, [&](const auto& entry) { return entry.first == &step; });
+  std::erase_if(all, [&](const Entry& entry) { return entry.step == &step; });
 }
 
-void end_failed_steps(const FailedStep* step) {
-  std::vector<FailedStep*> failed;
-  {
-    auto& [mutex, all] = failed_steps();
-    const std::lock_guard lock(mutex);
-    const auto here = std::this_thread::get_id();
-    const auto noted = std::find_if(all.begin(), all.end(), [&](const auto& entry) { return entry.first == step; });
-    const auto there = noted == all.end() ? here : noted->second;
-    for (const auto& [each, thread] : all) {
-      if (thread == here || thread == there) failed.push_back(each);
-    }
+void end_failed_step(FailedStep& step) {
+  const auto own = failed_steps().those([&](const Entry& entry) { return entry.step == &step; });
+  if (own.empty()) return;  // it has ended with another one
+  const auto together = failed_steps().those([&](const Entry& entry) {
+    return entry.step == &step || (entry.backward != no_backward && entry.backward == own.front().backward);
+  });
+  for (const auto& entry : together) entry.step->send_rest();
+  for (const auto& entry : together) entry.step->end();
+}
+
+void end_failed_steps() {
+  const auto here = std::this_thread::get_id();
+  for (const auto& entry : failed_steps().those([&](const Entry& one) { return one.thread == here; })) {
+    end_failed_step(*entry.step);
   }
-  for (auto* each : failed) each->send_rest();
-  for (auto* each : failed) each->end();
 }
 
 }  // namespace shoal

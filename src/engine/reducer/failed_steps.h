@@ -15,12 +15,16 @@ class FailedStep {
   ~FailedStep() = default;
 };
 
+inline constexpr int no_backward = -1;
+
 // Notes it for the calling thread, in the order in which backward has reached the steps. A repeated call does nothing.
-void note_failed(FailedStep& step);
+// backward: autograd's number of the one in which it has failed.
+void note_failed(FailedStep& step, int backward = no_backward);
 // Call it when the step has ended, and before it is destroyed.
 void forget_failed(FailedStep& step);
-// Ends those that this thread has noted, and with `step` those of the thread that has noted it: the program may handle
-// an exception in another thread.
-void end_failed_steps(const FailedStep* step = nullptr);
+// Ends a step that is noted, and those that have failed in the same backward.
+void end_failed_step(FailedStep& step);
+// Ends those that this thread has noted.
+void end_failed_steps();
 
 }  // namespace shoal

@@ -84,8 +84,7 @@ void Reducer::build(const std::vector<size_t>& order) {
 
 void Reducer::expect_backward() {
   if (!last_.apart.empty()) throw UsageError(last_.apart);
-  // Rebuilds here rather than in backward, when activations take memory as well.
-  if (order_.due()) {
+  if (order_.due()) {  // here rather than in backward, when activations take memory as well
     adopt_changes();
     build(order_.agree(group_, gradients_.size(), steps_));
   }

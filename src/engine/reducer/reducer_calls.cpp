@@ -115,7 +115,7 @@ void Reducer::abandon() {
     end();
   } else {
     note_failed(*this);
-    end_failed_steps(this);
+    end_failed_step(*this);
   }
 }
 
