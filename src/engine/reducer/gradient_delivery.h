@@ -27,7 +27,7 @@ class GradientDelivery {
   void deliver_whole(const Step& step, size_t bucket);
   void leave_parts(const Step& step, size_t bucket);
   void deliver_sparse(Step& step, size_t bucket);
-  at::Tensor& mutable_grad(size_t gradient) { return at::Tensor(gradients_[gradient].parameter).mutable_grad(); }
+  at::Tensor& mutable_grad(size_t gradient) const { return gradients_[gradient].parameter.mutable_grad(); }
 
   const std::vector<Gradient>& gradients_;
   BucketSet& buckets_;
