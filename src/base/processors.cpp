@@ -65,8 +65,9 @@ std::optional<int> processor_limit(const fs::path& root) {
 }
 
 int processors_of_host() {
+  // sysconf() opens a file at each call, and waits of every step ask.
+  static const int online = std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
   static const auto limit = processor_limit();
-  const auto online = std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
   return std::min(online, limit.value_or(online));
 }
 

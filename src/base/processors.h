@@ -10,7 +10,7 @@ namespace shoal {
 // with `--cpus 2`, 2. Nothing where there is no limit. root: of the file system.
 std::optional<int> processor_limit(const std::filesystem::path& root = "/");
 
-// All of this host, but no more than processor_limit() at the first call.
+// All of this host, but no more than processor_limit(); both as at the first call.
 int processors_of_host();
 // Those of them on which this process may run.
 int processors();
