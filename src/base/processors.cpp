@@ -1,6 +1,5 @@
 #include "base/processors.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,6 +34,18 @@ bool has_processors(const std::string& controllers) {
   return ("," + controllers + ",").find(",cpu,") != std::string::npos;
 }
 
+std::optional<int> own_limit() {
+  static const auto limit = processor_limit();
+  return limit;
+}
+
+// 0: this process.
+std::optional<cpu_set_t> affinity_of(int process) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(process, sizeof set, &set) == 0 ? std::optional(set) : std::nullopt;
+}
+
 }  // namespace
 
 // A group's limit holds for those in it. A container may see its own group as the root, though its name is another.
@@ -67,15 +78,34 @@ std::optional<int> processor_limit(const fs::path& root) {
 int processors_of_host() {
   // sysconf() opens a file at each call, and waits of every step ask.
   static const int online = std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
-  static const auto limit = processor_limit();
-  return std::min(online, limit.value_or(online));
+  return std::min(online, own_limit().value_or(online));
 }
 
 int processors() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
+  const auto own = affinity_of(0);
   const auto all = processors_of_host();
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? std::min(all, CPU_COUNT(&set)) : all;
+  return own ? std::min(all, CPU_COUNT(&*own)) : all;
+}
+
+int share_of_processors(const cpu_set_t& own, const std::vector<cpu_set_t>& others, std::optional<int> limit) {
+  double share = 0;
+  for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
+    if (!CPU_ISSET(processor, &own)) continue;
+    const auto sharing = std::count_if(others.begin(), others.end(),
+                                       [&](const cpu_set_t& other) { return CPU_ISSET(processor, &other); });
+    share += 1.0 / static_cast<double>(1 + sharing);
+  }
+  if (limit) share = std::min(share, *limit / static_cast<double>(1 + others.size()));
+  constexpr double rounding = 1e-6;  // of three thirds
+  return std::max(1, static_cast<int>(share + rounding));
+}
+
+int share_of_processors(const std::vector<int>& others) {
+  const auto own = affinity_of(0);
+  if (!own) return std::max(1, processors_of_host() / static_cast<int>(1 + others.size()));
+  std::vector<cpu_set_t> sets;
+  for (const int process : others) sets.push_back(affinity_of(process).value_or(*own));
+  return share_of_processors(*own, sets, own_limit());
 }
 
 }  // namespace shoal

@@ -1,8 +1,11 @@
 #pragma once
 // Processors that this process may use.
 
+#include <sched.h>
+
 #include <filesystem>
 #include <optional>
+#include <vector>
 
 namespace shoal {
 
@@ -14,5 +17,11 @@ std::optional<int> processor_limit(const std::filesystem::path& root = "/");
 int processors_of_host();
 // Those of them on which this process may run.
 int processors();
+
+// Those for one of several processes of a host, at least 1. own, others: on which this one and the other ones may run.
+// A processor is divided among the processes that may run on it, and the limit of cgroups among all.
+int share_of_processors(const cpu_set_t& own, const std::vector<cpu_set_t>& others, std::optional<int> limit);
+// Those for this process. others: the ids of the other ones.
+int share_of_processors(const std::vector<int>& others);
 
 }  // namespace shoal

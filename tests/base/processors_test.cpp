@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <thread>
+#include <vector>
 
 #include "tests/support/temp_folder.h"
 
@@ -74,6 +77,31 @@ TEST(Processors, a_process_has_those_on_which_it_may_run) {
     EXPECT_EQ(processors(), 1);
   })
       .join();
+}
+
+TEST(Processors, processes_divide_those_on_which_several_may_run) {
+  const auto from_to = [](int first, int last) {
+    cpu_set_t some;
+    CPU_ZERO(&some);
+    for (int processor = first; processor <= last; ++processor) CPU_SET(processor, &some);
+    return some;
+  };
+  const auto eight = from_to(0, 7), nine = from_to(0, 8);
+  EXPECT_EQ(share_of_processors(eight, {}, {}), 8);
+  EXPECT_EQ(share_of_processors(eight, {eight, eight, eight}, {}), 2);
+  EXPECT_EQ(share_of_processors(nine, {nine, nine}, {}), 3);
+  EXPECT_EQ(share_of_processors(from_to(0, 5), {from_to(6, 7)}, {}), 6) << "each is bound to its own";
+  EXPECT_EQ(share_of_processors(from_to(0, 3), {from_to(2, 5)}, {}), 3);
+  EXPECT_EQ(share_of_processors(from_to(0, 0), {from_to(0, 0)}, {}), 1) << "at least";
+  EXPECT_EQ(share_of_processors(eight, {}, 4), 4);
+  EXPECT_EQ(share_of_processors(from_to(0, 3), {from_to(4, 7)}, 4), 2) << "the limit is that of both";
+}
+
+TEST(Processors, a_process_divides_its_own_with_those_of_its_host) {
+  EXPECT_EQ(share_of_processors(std::vector<int>()), processors());
+  const int half = std::max(1, processors() / 2);
+  EXPECT_EQ(share_of_processors({getpid()}), half);
+  EXPECT_EQ(share_of_processors({-1}), half) << "of which nothing is known";
 }
 
 }  // namespace

@@ -4,14 +4,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <csignal>
 #include <ctime>
 #include <filesystem>
 
 #include "base/end_process.h"
 #include "base/print_to_stderr.h"
-#include "base/processors.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/loading/reader.h"
@@ -24,39 +22,18 @@
 #include "cli/train/outputs.h"
 #include "cli/train/report.h"
 #include "cli/train/same_options.h"
+#include "cli/train/threads.h"
 #include "cli/writable.h"
 #include "comm/membership/join_board.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/shm/host_memory.h"
 #include "launch/limits.h"
-#include "launch/rank_variables.h"
 #include "models/registry.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
 
 namespace shoal::cli {
 namespace {
-
-// 0: OMP_NUM_THREADS decides, which torchrun and users set. cores: of the rank.
-int threads_per_rank(const TrainOptions& options, int cores) {
-  return options.threads > 0 || has_openmp_threads(process_environment()) ? options.threads : std::max(1, cores);
-}
-
-// Of one of so many ranks, to which mpirun and srun may have given cores of its own.
-int cores_of_rank(int ranks) {
-  return std::min(processors(), processors_of_host() / std::max(1, ranks));
-}
-
-// Threads that wait for each other's cores make steps slower by far.
-void tell_too_many_threads(int ranks) {
-  const int threads = at::get_num_threads();
-  const int cores = processors_of_host();
-  if (threads == 1 || threads * int64_t{ranks} <= cores) return;
-  print_to_stderr(
-      "shoal: {} rank(s) of {} threads on {} cores, which makes steps slow: give --threads {}, or set "
-      "OMP_NUM_THREADS\n",
-      ranks, threads, cores, std::max(1, cores / ranks));
-}
 
 constexpr size_t last_spans = 20'000;  // a second's writing
 
@@ -173,9 +150,7 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   if (world.joining() && !options.elastic) {  // before it opens any file as rank 0
     throw UsageError("shoal train cannot join a running job (SHOAL_JOIN) without --elastic MIN, which its ranks have");
   }
-  if (const int threads = threads_per_rank(options, cores_of_rank(world.local_size())); threads > 0)
-    at::set_num_threads(threads);
-  if (world.rank() == 0) tell_too_many_threads(world.local_size());
+  set_threads(options, world);
   stop_at_the_end_of_the_step();
   const bool heeds_readers = ignore_sigpipe();
   const auto device = use_device(options.device, world.local_rank());
@@ -329,7 +304,7 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
   if (placement.rank == 0 && !options.trace.empty()) remove_traces(options.trace);
   if (placement.source != "alone" || (ranks == 1 && options.elastic_most == 0)) return train_rank(options);
   LaunchOptions how{.ranks = ranks,
-                    .threads = threads_per_rank(options, processors() / ranks),
+                    .threads = threads_per_rank(options, ranks),
                     .prefix_output = false,
                     .flight_recorder = options.flight_recorder,
                     .keep_going = options.chosen().synchronization == Synchronization::asynchronous && !options.elastic,

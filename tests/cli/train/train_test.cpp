@@ -52,7 +52,7 @@ TEST(Train, respects_the_threads_that_the_environment_asks_for) {
     line.insert(line.end(), more.begin(), more.end());
     const auto ended = run_together({{line, variables_of(variables)}}, 100).front();
     EXPECT_EQ(ended.code, 0) << ended.output;
-    const auto told = ended.output.find(" cores, which makes steps slow: give --threads ") != std::string::npos;
+    const auto told = ended.output.find(" for each rank, which makes steps slow: give --threads ") != std::string::npos;
     const auto used = read(path)["config"]["threads"].get<int>();
     EXPECT_EQ(told, used > 1 && used * std::stoi(ranks) > cores) << ended.output;
     return read(path)["config"]["threads"].get<int>();
@@ -62,6 +62,17 @@ TEST(Train, respects_the_threads_that_the_environment_asks_for) {
   EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2", {"--threads", "1"}), 1);
   EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=many", {}), std::max(1, cores / 2)) << "as if it was not set";
   EXPECT_EQ(threads_of("1", "", {"--threads", std::to_string(cores + 1)}), cores + 1);
+}
+
+// As those of mpirun and srun, which say nothing about threads.
+TEST(Train, ranks_on_the_same_cores_divide_them) {
+  const TempFolder folder;
+  const auto path = folder.file("report.json");
+  const auto ended = shoal({"launch", "-n", "2", "--", "env", "-u", "OMP_NUM_THREADS", SHOAL, "train", "--data",
+                            "reference", "--model", "mlp", "--steps", "1", "--json", path});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_EQ(read(path)["config"]["threads"], std::max(1, processors() / 2));
+  EXPECT_EQ(ended.output.find("which makes steps slow"), std::string::npos) << ended.output;
 }
 
 TEST(Train, ELA07_the_strategy_changes_between_two_steps) {
