@@ -277,7 +277,10 @@ TEST(LaunchEnvironment, one_rank_by_leftovers_and_several_by_the_launcher_are_re
   // Launchers of one rank inside of others say who they are; shells of Slurm are no tasks; and others agree.
   EXPECT_EQ(find(with(with(left, mpirun), {{"TORCHELASTIC_RUN_ID", "day"}})).size, 1);
   EXPECT_EQ(find(with(with(left, task), {{"TORCHELASTIC_RUN_ID", "night"}})).size, 1);
-  EXPECT_EQ(find(with(with(left, task), {{"LOCAL_WORLD_SIZE", "1"}})).size, 1) << "a training of Ray";
+  const Variables local{{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}}, ray{{"RAY_RAYLET_PID", "4711"}};
+  EXPECT_EQ(find(with(with(with(left, task), local), ray)).size, 1) << "a training of Ray";
+  EXPECT_NE(refusal(with(with(left, task), local)), "") << "left over with the others";
+  EXPECT_NE(refusal(with(with(left, task), ray)), "") << "left over within a task of Ray's";
   EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}})).size, 1);
   EXPECT_EQ(find(with(left, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_STEP_ID", "4294967290"}})).size, 1);
   EXPECT_EQ(find(with(left, alone_by_mpi)).size, 1);

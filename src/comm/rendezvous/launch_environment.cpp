@@ -63,10 +63,11 @@ std::optional<std::string> size_of(const Source& source, const Environment& envi
 }
 
 // A value that is left over from elsewhere would make each process of a launcher a training of its own. Launchers of
-// ranks within another launcher's process say who they are: torchrun and its like, and Ray, which counts the ranks of
-// a host.
+// ranks within another launcher's process say who they are: torchrun and its like, and Ray, whose workers know their
+// raylet. LOCAL_WORLD_SIZE alone may be left over, too.
 void refuse_contradiction(const Source& chosen, const Environment& environment) {
-  if (environment("TORCHELASTIC_RUN_ID") || environment("LOCAL_WORLD_SIZE")) return;
+  if (environment("TORCHELASTIC_RUN_ID")) return;
+  if (environment("RAY_RAYLET_PID") && environment("LOCAL_WORLD_SIZE") == "1") return;
   for (const auto* other = &chosen + 1; other != std::end(sources); ++other) {
     const auto rank = environment(other->rank);
     const auto size = size_of(*other, environment);
