@@ -15,7 +15,7 @@ LONGER = {
     "src/checkpoint/pt/unpickle.cpp": 416,
     "src/cli/plan/plan_command.cpp": 318,
     "src/cli/train/report.cpp": 306,
-    "src/cli/train/train_command.cpp": 345,
+    "src/cli/train/train_command.cpp": 347,
     "src/comm/backend/group_backend.cpp": 390,
     "src/comm/gossip/shared_channel.cpp": 378,
     "src/comm/gossip/socket_channel.cpp": 324,

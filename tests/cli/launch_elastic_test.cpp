@@ -121,6 +121,18 @@ TEST(Launch, ELA06_a_newcomer_starts_a_job_of_its_own) {
   EXPECT_TRUE(contains(ended, "shoal train cannot join a running job")) << ended.output;
 }
 
+TEST(Launch, ELA06_a_newcomer_that_cannot_write_its_trace_ends_before_it_joins) {
+  const TempFolder folder;
+  const auto ended = launch(
+      {"-n", "1", "--elastic", "1:2", "--", "sh", "-c",
+       "if [ $RANK = 0 ]; then kill -USR2 $PPID; while ! [ -e $0 ]; do sleep 0.2; done; else " + std::string(SHOAL) +
+           " train --model mlp --data reference --steps 2 --elastic 1 --trace /proc; touch $0; sleep 50; fi",
+       (folder.path() / "ended").string()},
+      60);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended, "--trace: cannot write /proc")) << ended.output;
+}
+
 TEST(Launch, ELA06_limits_of_an_elastic_job_are_checked) {
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:2", "--", "true"}), "give 3 to 1024")) << "fewer than begin";
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:2000", "--", "true"}), "give 3 to 1024"));

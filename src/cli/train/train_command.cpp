@@ -156,7 +156,9 @@ int train_rank(const TrainOptions& options, const Datasets* datasets = nullptr) 
   const auto device = use_device(options.device, world.local_rank());
   const auto read = datasets != nullptr ? *datasets : read_datasets(options);
   const auto feed = on_device(make_feed(options, world.rank(), world.size(), read), device);
-  if (!world.joining()) {
+  if (world.joining()) {  // before the others wait for it
+    require_writable_folder("--trace", options.trace);
+  } else {
     require_same_options(options, *feed, world.group());
     check_outputs(options, world.group());
   }
