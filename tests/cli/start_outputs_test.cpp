@@ -74,6 +74,16 @@ TEST(Start, places_that_rank_0_cannot_write_to_are_an_error_on_all_ranks) {
   }
 }
 
+// As on a host whose NFS still remembers that there was no such folder.
+TEST(Start, a_shared_folder_that_comes_into_sight_a_little_later_is_found) {
+  const TempFolder folder;
+  const auto ended = shoal({"launch", "-n", "2", "--", "sh", "-c",
+                            "cd " + folder.path().string() + " && mkdir $RANK && cd $RANK && if [ $RANK = 1 ]; then " +
+                                "(until [ -d ../0/run ]; do sleep 0.02; done; sleep 0.3; ln -s ../0/run run) & fi; " +
+                                "exec " SHOAL " train --data reference --model mlp --steps 2 --save run"});
+  EXPECT_EQ(ended.code, 0) << ended.output;
+}
+
 TEST(Start, outputs_do_not_replace_what_the_command_reads_or_saves) {
   const TempFolder folder;
   const auto text = folder.file("text"), topology = folder.file("topology.json"), save = folder.file("run");

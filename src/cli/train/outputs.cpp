@@ -2,14 +2,17 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <filesystem>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "checkpoint/folder.h"
 #include "checkpoint/on_all_ranks.h"
 #include "cli/train/feed.h"
 #include "cli/writable.h"
+#include "shoal/detail/clock.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -25,10 +28,26 @@ void require_readable_run(const std::string& save) {
   }
 }
 
+// NFS may remember for a while that a folder was not there; it asks the server once the one around it is opened.
+bool comes_into_sight(const std::string& path) {
+  constexpr std::chrono::seconds patience(2);
+  const auto end = Clock::now() + patience;
+  std::error_code ignored;
+  while (!std::filesystem::exists(path, ignored)) {
+    if (Clock::now() > end) return false;
+    std::filesystem::path around;
+    for (const auto& part : std::filesystem::absolute(path, ignored)) {
+      around /= part;
+      const std::filesystem::directory_iterator opened(around, ignored);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  return true;
+}
+
 // Not made: rank 0 has made it, where it is the same.
 void require_shared_save(const std::string& save) {
-  std::error_code ignored;
-  if (!std::filesystem::exists(save, ignored)) {
+  if (!comes_into_sight(save)) {
     throw UsageError(fmt::format(
         "--save: {}, which rank 0 has made, is not there; all ranks need the same folder, on several hosts in a shared "
         "file system, and for a relative path in the same working directory",
