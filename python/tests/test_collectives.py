@@ -242,6 +242,15 @@ def test_PY01_sparse_tensors_of_different_sizes_are_refused_on_all_ranks():
     on_ranks(run)
 
 
+def test_PY01_the_mean_of_sparse_tensors_of_different_dtypes_is_refused_on_all_ranks():
+    def run(rank):
+        own = torch.ones(2, dtype=(torch.float16, torch.float32)[rank]).to_sparse()
+        with pytest.raises(shoal.DisagreeError, match=r"rank 0 has Half \[2\].*rank 1 has Float \[2\]"):
+            dist.all_reduce(own, op=dist.ReduceOp.AVG)
+
+    on_ranks(run)
+
+
 def test_PY01_objects():
     def run(rank):
         gathered = [None] * 2

@@ -58,6 +58,16 @@ TEST(Coalesce, sums_of_16_bits_are_in_float32) {
   EXPECT_TRUE(at::equal(sum.to_dense(), at::full({2, 2}, 60000.0 * group().size(), at::kFloat)));
 }
 
+TEST(Coalesce, a_sum_in_a_wider_dtype_travels_in_its_own) {
+  auto log = std::make_shared<CallLog>();
+  const auto own = at::full({2, 2}, 3e38, at::kFloat).to_sparse(1);
+  const auto sum =
+      all_reduce_sparse(group().recorded(log), own, {2, 2}, own.values().options(), 1, {}, {}, at::kDouble).sum;
+  const auto expected = at::full({2, 2}, 3e38, at::kFloat).to(at::kDouble) * group().size();
+  EXPECT_TRUE(at::equal(sum.to_dense(), expected));
+  EXPECT_EQ(log->bytes(Op::all_gather), (5 * 8 + 2 * 8 + 4 * 4) * group().size()) << "header, indices and values";
+}
+
 TEST(Coalesce, a_dense_tensor_among_sparse_ones_makes_the_sum_dense) {
   const int last = group().size() - 1;
   auto expected = at::zeros({6, 2});

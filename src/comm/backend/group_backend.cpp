@@ -166,12 +166,12 @@ GroupBackend::Pending GroupBackend::allreduce_sparse(Tensors& tensors, const c10
   const bool divides = reduce == ReduceOp::avg;
   if (divides && tensor.scalar_type() == at::kBool) job.operands.refuse("avg is not defined for Bool");
   const bool rounds = divides && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+  std::optional<at::ScalarType> sum_in;  // the sum may be beyond the dtype's range
+  if (divides && !at::isComplexType(tensor.scalar_type())) sum_in = rounds ? at::kLong : at::kDouble;
   const c10::NoGradGuard no_grad;
-  const auto coalesced = tensor.detach().coalesce();
-  const bool widens = divides && at::isFloatingType(tensor.scalar_type());  // the sum may be beyond the dtype's range
-  const auto own = rounds ? coalesced.to(at::kLong) : widens ? coalesced.to(at::kDouble) : coalesced;
+  const auto own = tensor.detach().coalesce();
   auto sum = all_reduce_sparse(group_, own, own.sizes(), own.values().options(), 1,
-                               {.what = to_string(reduce) + " of sparse tensors"}, job.timeout())
+                               {.what = to_string(reduce) + " of sparse tensors"}, job.timeout(), sum_in)
                  .sum;
   if (rounds) {
     sum.div_(size_, "trunc");

@@ -65,7 +65,7 @@ void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tens
 
 SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::IntArrayRef sizes,
                             const at::TensorOptions& options, double weight, const Label& label,
-                            std::optional<std::chrono::milliseconds> timeout) {
+                            std::optional<std::chrono::milliseconds> timeout, std::optional<at::ScalarType> sum_in) {
   torch::NoGradGuard no_grad;
   const auto gather = [&](const at::Tensor& all, const at::Tensor& own) {
     issue(group, {.op = Op::all_gather, .inputs = {own}, .outputs = {all}, .label = label, .timeout = timeout}).wait();
@@ -116,7 +116,8 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
     value_list.push_back(all_values[rank].narrow(0, 0, entries));
   }
   auto merged = at::cat(value_list);
-  if (at::isReducedFloatingType(merged.scalar_type())) merged = merged.to(at::kFloat);
+  if (!sum_in && at::isReducedFloatingType(merged.scalar_type())) sum_in = at::kFloat;
+  if (sum_in) merged = merged.to(*sum_in);
   row.insert(row.begin(), merged.size(0));
   result.sum =
       at::sparse_coo_tensor(at::cat(index_list, 1), merged.reshape(row), sizes, merged.options().layout(at::kSparse))

@@ -20,14 +20,15 @@ std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, 
 // (DisagreeError). timeout: of each of its operations; default: the group's. Transfers the non-zero rows only. Blocks.
 // Collective.
 struct SparseSum {
-  // Coalesced, or dense if a rank passed a dense tensor; undefined if no rank passed a tensor. In float32 for tensors
-  // of 16 bits, whose sum may overflow where their mean does not.
+  // Coalesced, or dense if a rank passed a dense tensor; undefined if no rank passed a tensor. In sum_in, by default
+  // float32 for tensors of 16 bits, as a sum may overflow where the mean does not.
   at::Tensor sum;
   double weight;    // sum over ranks
   int64_t present;  // number of ranks that passed a tensor
 };
 SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::IntArrayRef sizes,
                             const at::TensorOptions& options, double weight, const Label& label,
-                            std::optional<std::chrono::milliseconds> timeout = {});
+                            std::optional<std::chrono::milliseconds> timeout = {},
+                            std::optional<at::ScalarType> sum_in = {});
 
 }  // namespace shoal
