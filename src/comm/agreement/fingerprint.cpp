@@ -95,7 +95,10 @@ std::optional<std::string> find_difference(const std::vector<const Fingerprint*>
     return fmt::format(
         "ranks called different operations as #{}: rank {} called {}, rank {} called {}{}", first.number - 1,
         world_ranks[0], describe(first), world_ranks[rank], describe(*prints[rank]),
-        buckets ? ". A rank that catches an exception and goes on calls abandon_step() of each wrapper" : "");
+        buckets
+            ? ". A rank that catches an exception and goes on calls abandon_step() of each wrapper whose forward has "
+              "run and whose backward has not begun"
+            : "");
   }
   return std::nullopt;
 }
