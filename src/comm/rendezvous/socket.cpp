@@ -38,6 +38,11 @@ int look_up(const std::string& host, int port, SocketAddress& address) {
   return 0;
 }
 
+// Whether the resolver may give another answer later. A name server that is starting may refuse, or fail.
+bool may_change(int error) {
+  return error != EAI_FAMILY && error != EAI_SERVICE && error != EAI_BADFLAGS;
+}
+
 // Whether a text that is no address now may be a host's name later.
 bool may_be_name(const std::string& host) {
   const auto is_letter = [](unsigned char one) { return std::isalpha(one) != 0; };
@@ -81,8 +86,8 @@ SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host
   SocketAddress address;
   while (const int error = look_up(host, port, address)) {
     const std::string why = gai_strerror(error);
-    const bool unknown = (error == EAI_NONAME || error == EAI_AGAIN || error == EAI_NODATA) && may_be_name(host);
-    if (!unknown || limit.count() == 0) throw std::runtime_error(why);
+    const bool asks_again = limit.count() > 0 && may_change(error) && may_be_name(host);
+    if (!asks_again) throw std::runtime_error(why);
     const auto waited = std::chrono::steady_clock::now() - begin;
     if (waited >= limit) throw std::runtime_error(fmt::format("{} (tried for {} s)", why, limit.count()));
     if (waited >= silently && !std::exchange(told, true)) {
