@@ -22,8 +22,13 @@ SECONDS_BETWEEN_SAMPLES = 0.004
 def new_cgroup():
     """(folder, names of anonymous and of shared memory in its memory.stat), under cgroup v1 or v2."""
     for root, names in (("/sys/fs/cgroup/memory", ("total_rss", "total_shmem")), ("/sys/fs/cgroup", ("anon", "shmem"))):
-        if os.path.exists(os.path.join(root, "cgroup.procs")):
-            return tempfile.mkdtemp(prefix="shoal-memory-", dir=root), names
+        if not os.path.exists(os.path.join(root, "cgroup.procs")):
+            continue
+        folder = tempfile.mkdtemp(prefix="shoal-memory-", dir=root)
+        if os.path.exists(os.path.join(folder, "memory.stat")):
+            return folder, names
+        os.rmdir(folder)
+        sys.exit(f"cgroups in {root} do not count memory: echo +memory > {root}/cgroup.subtree_control")
     sys.exit("no memory cgroup is mounted at /sys/fs/cgroup")
 
 
@@ -40,21 +45,28 @@ def remove(folder):
 def peak_mib(command):
     """Peak of a job's memory, and the part of it that is shared between processes."""
     folder, names = new_cgroup()
+    try:
+        return [value / 2**20 for value in peak_in(folder, names, command)]
+    finally:
+        remove(folder)
+
+
+def peak_in(folder, names, command):
+    """peak_mib() of a job in this cgroup, in bytes."""
+    enter = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    peak = (0, 0)
     with tempfile.TemporaryFile("w+") as output:
-        enter = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
-        job = subprocess.Popen(["sh", "-c", enter, folder, *command], stdout=output, stderr=subprocess.STDOUT)
-        peak = (0, 0)
-        while job.poll() is None:
-            with open(os.path.join(folder, "memory.stat"), encoding="ascii") as file:
-                values = dict(line.split() for line in file)
-            anonymous, shared = (int(values[name]) for name in names)
-            peak = max(peak, (anonymous + shared, shared))
-            time.sleep(SECONDS_BETWEEN_SAMPLES)
+        with subprocess.Popen(["sh", "-c", enter, folder, *command], stdout=output, stderr=subprocess.STDOUT) as job:
+            while job.poll() is None:
+                with open(os.path.join(folder, "memory.stat"), encoding="ascii") as file:
+                    values = dict(line.split() for line in file)
+                anonymous, shared = (int(values[name]) for name in names)
+                peak = max(peak, (anonymous + shared, shared))
+                time.sleep(SECONDS_BETWEEN_SAMPLES)
         output.seek(0)
         if job.returncode != 0:
             sys.exit(f"exit code {job.returncode}: {' '.join(command)}\n{output.read()[-2000:]}")
-    remove(folder)
-    return [value / 2**20 for value in peak]
+    return peak
 
 
 def main():
