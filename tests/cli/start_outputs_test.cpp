@@ -35,7 +35,7 @@ TEST(Start, places_to_write_to_are_looked_at_before_training) {
   EXPECT_FALSE(std::filesystem::exists(report));
 }
 
-// Without --ranks the script has probably forgotten srun.
+// Without --ranks the script has probably forgotten srun, and on several nodes only that starts ranks on all of them.
 TEST(Start, ranks_that_a_batch_script_of_slurm_asks_for_are_started) {
   const std::vector<std::pair<std::string, std::string>> script{
       {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_ID", "7"}};
@@ -43,6 +43,9 @@ TEST(Start, ranks_that_a_batch_script_of_slurm_asks_for_are_started) {
   line.insert(line.begin(), SHOAL);
   const auto ended = run_together({{line, script}}, 60).front();
   EXPECT_EQ(ended.code, 0) << ended.output;
+  auto on_two_nodes = script;
+  on_two_nodes.emplace_back("SLURM_NNODES", "2");
+  expect_one_error(run_together({{line, on_two_nodes}}, 60).front(), 2, "start the program with srun");
   line.resize(line.size() - 2);
   expect_one_error(run_together({{line, script}}, 60).front(), 2, "start the program with srun");
 }

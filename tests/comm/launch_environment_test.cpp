@@ -225,16 +225,19 @@ TEST(LaunchEnvironment, a_batch_script_is_no_task) {
     const auto found = script.find(name);
     return found == script.end() ? std::nullopt : std::optional(found->second);
   };
-  EXPECT_TRUE(in_batch_script(of_script));
+  EXPECT_TRUE(in_batch_script_of_one_node(of_script));
+  script["SLURM_NNODES"] = "2";
+  EXPECT_FALSE(in_batch_script_of_one_node(of_script));
+  script.erase("SLURM_NNODES");
   script["SLURM_NTASKS"] = "1";
   EXPECT_EQ(find(script).source, "alone");
   script["SLURM_STEP_ID"] = "4294967290";  // of salloc's shell
   script["SLURM_NTASKS"] = "4";
   EXPECT_EQ(find(script).source, "alone");
-  EXPECT_FALSE(in_batch_script(of_script));
+  EXPECT_FALSE(in_batch_script_of_one_node(of_script));
   script.erase("SLURM_STEP_ID");
   script["RANK"] = "1", script["WORLD_SIZE"] = "2";  // of shoal launch or torchrun in the script
-  EXPECT_FALSE(in_batch_script(of_script));
+  EXPECT_FALSE(in_batch_script_of_one_node(of_script));
   EXPECT_EQ(find(script).rank, 1);
 }
 

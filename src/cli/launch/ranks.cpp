@@ -37,7 +37,8 @@ int launch_ranks(LaunchOptions how, const std::vector<std::string>& line, const 
 }
 
 Placement find_place(const std::optional<int>& ranks) {
-  if (ranks && in_batch_script(process_environment())) unsetenv("SLURM_PROCID");  // ranks would inherit it
+  // Ranks would inherit it. Those of a job of several nodes do not belong on the first one alone.
+  if (ranks && in_batch_script_of_one_node(process_environment())) unsetenv("SLURM_PROCID");
   return find_placement({}, process_environment());
 }
 

@@ -18,7 +18,7 @@ namespace shoal::cli {
 int launch_ranks(LaunchOptions how, const std::vector<std::string>& line, const std::function<int()>& rank);
 
 // Place of this process among its launcher's ranks. ranks: as --ranks gives them, which also starts them where Slurm's
-// batch script for several tasks has no place.
+// batch script for several tasks on one node has no place.
 Placement find_place(const std::optional<int>& ranks);
 
 }  // namespace shoal::cli

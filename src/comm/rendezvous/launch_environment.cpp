@@ -55,6 +55,10 @@ bool is_slurm(const Source& source) {
   return std::string_view(source.rank) == "SLURM_PROCID";
 }
 
+bool has_one_node(const Environment& environment) {
+  return environment("SLURM_NNODES").value_or("1") == "1";
+}
+
 // For Slurm that of the step: SLURM_NTASKS may be the allocation's in it, as in a shell of srun --preserve-env.
 std::optional<std::string> size_of(const Source& source, const Environment& environment) {
   const auto of_step =
@@ -96,7 +100,7 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
     const bool slurm = is_slurm(source);
     const auto step = environment("SLURM_STEP_ID");
     const bool shell = step == shell_step;
-    const bool single = size.value_or("1") == "1" && environment("SLURM_NNODES").value_or("1") == "1";
+    const bool single = size.value_or("1") == "1" && has_one_node(environment);
     if (slurm && (!rank || shell || (!step && single))) continue;
     if (slurm && !step) {
       throw UsageError(fmt::format(
@@ -128,7 +132,7 @@ void find_address(Placement& placement, const WorldOptions& options, const Envir
   const auto port = environment("MASTER_PORT");
   const bool slurm = is_slurm_task(placement, environment);
   placement.address = options.address.value_or(address.value_or("127.0.0.1"));
-  if (!options.address && !address && slurm && environment("SLURM_NNODES").value_or("1") != "1") {
+  if (!options.address && !address && slurm && !has_one_node(environment)) {
     const auto nodes = environment("SLURM_STEP_NODELIST");
     if (!nodes)
       throw UsageError("the job runs on several Slurm nodes, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR");
@@ -162,10 +166,11 @@ void refuse_contradiction(const Environment& environment) {
   if (environment(first.rank) && environment(first.size) == "1") refuse_contradiction(first, environment);
 }
 
-bool in_batch_script(const Environment& environment) {
+bool in_batch_script_of_one_node(const Environment& environment) {
   const auto is_set = [&](const Source& source) { return environment(source.rank) || environment(source.size); };
   const auto* first = std::find_if(std::begin(sources), std::end(sources), is_set);
-  return first != std::end(sources) && is_slurm(*first) && environment(first->rank) && !environment("SLURM_STEP_ID");
+  if (first == std::end(sources) || !is_slurm(*first)) return false;
+  return environment(first->rank) && !environment("SLURM_STEP_ID") && has_one_node(environment);
 }
 
 std::string store_name(const Placement& placement) {

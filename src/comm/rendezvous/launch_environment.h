@@ -28,8 +28,9 @@ std::string store_name(const Placement& placement);
 // several.
 void refuse_contradiction(const Environment& environment);
 
-// Whether this is Slurm's batch script for several tasks, which is none of them: find_placement() refuses it.
-bool in_batch_script(const Environment& environment);
+// Whether this is Slurm's batch script for one node, which is no task: find_placement() refuses it where it is for
+// several tasks.
+bool in_batch_script_of_one_node(const Environment& environment);
 
 // Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. UsageError for an incomplete or inconsistent set.
 Placement find_placement(const WorldOptions& options, const Environment& environment);
