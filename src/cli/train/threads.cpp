@@ -31,7 +31,9 @@ std::vector<int> other_processes_of_host(const WorldState& state) {
 // Threads that wait for each other's cores make steps slower by far.
 void tell_too_many_threads(int ranks, int cores) {
   const int threads = at::get_num_threads();
-  if (threads == 1 || threads <= cores) return;
+  // OpenMP has bound this thread to one place, where others have theirs.
+  const bool unknown = process_environment()("OMP_PROC_BIND").has_value();
+  if (unknown || threads <= cores) return;
   print_to_stderr(
       "shoal: {} rank(s) of {} threads, with {} core(s) for each rank, which makes steps slow: give --threads {}, or "
       "set OMP_NUM_THREADS\n",
