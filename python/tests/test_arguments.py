@@ -202,7 +202,8 @@ def test_PY05_dataclasses_may_have_fields_that_are_not_set():
             lambda net: shoal.nn.FullyShardedDataParallel(net, param_dtype=torch.bfloat16),
         ):
             net = OfDataclasses()
-            result = wrap(net)(batch)
+            model = wrap(net)
+            result = model(batch)
             assert not hasattr(result, "loss")
             result.scores.sum().backward()
         assert result.scores.dtype == torch.bfloat16 and batch.x.dtype == batch.parts[0].x.dtype == torch.float32

@@ -326,7 +326,8 @@ def test_PY06_a_part_in_pytorchs_ddp_that_the_wrapper_does_not_train_may_stay():
         for trained in (False, True):
             net = net_of(trained)
             ignored = [name for name, _ in net[0].named_parameters(prefix="0")]
-            shoal.nn.FullyShardedDataParallel(net, ignored_modules=["0"])(torch.ones(3, 4)).sum().backward()
+            model = shoal.nn.FullyShardedDataParallel(net, ignored_modules=["0"])
+            model(torch.ones(3, 4)).sum().backward()
             net = net_of(trained)
             shoal.optim.DistributedOptimizer(net, **sgd, ignored=ignored)
             net(torch.ones(3, 4)).sum().backward()

@@ -34,7 +34,7 @@ LONGER = {
     "src/engine/changes/operator_watch.cpp": 334,
     "src/engine/checkpoint/contents.cpp": 303,
     "src/engine/gradients/accumulated_gradients.cpp": 338,
-    "src/engine/gradients/backward_tracker.cpp": 336,
+    "src/engine/gradients/backward_tracker.cpp": 338,
     "src/engine/gradients/earlier_sums.cpp": 355,
     "src/engine/paging/pager.cpp": 340,
     "src/engine/sharded/sharded_optimizer_elastic.cpp": 322,

@@ -35,7 +35,7 @@ struct Tracked : BackwardListener {
     if (tracker->phase() == Phase::running && tracker->count(gradient)) told.push_back("complete");
   }
   void end_local_backward() override { told.push_back("end local"); }
-  void backward_failed(int /*backward*/) override { told.push_back("failed"); }
+  void backward_failed(const BackwardPlace& /*where*/) override { told.push_back("failed"); }
   void end_backward(EndStage stage) override {
     if (stage != EndStage::deliver) return;
     told.push_back("end");

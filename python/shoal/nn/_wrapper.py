@@ -149,10 +149,10 @@ class Wrapper(Wrapped):
         self._core.backward(loss_sum, weight)
 
     def abandon_step(self) -> None:
-        """Ends the step on this rank: after an exception in the loss or in backward, or where a batch is skipped after forward, and after
-        any exception within no_sync(), whose micro-batches have begun the step. The other ranks get StepAbandoned from the backward
-        that ends it. After an exception in forward outside no_sync() the next one of any wrapper does so by itself. Ranks that have
-        agreed to leave a step, which some of them may not have begun, call zero_grad() alone instead."""
+        """Ends the step on this rank: after an exception in the loss or in backward, or where a batch is skipped after forward, and
+        after any exception within no_sync(), whose micro-batches have begun the step. The other ranks get StepAbandoned from the
+        backward that ends it. After an exception in forward outside no_sync() the next one of any wrapper in that thread does so by
+        itself. Ranks that have agreed to leave a step, which some of them may not have begun, call zero_grad() alone instead."""
         self._core.abandon_step()
 
     def _regrouped(self, group: _C.Group) -> None:

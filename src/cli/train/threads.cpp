@@ -14,6 +14,14 @@
 namespace shoal::cli {
 namespace {
 
+// OpenMP binds its threads by itself: the affinity of this one is then a place of its own.
+bool openmp_binds() {
+  const auto environment = process_environment();
+  const auto bind = environment("OMP_PROC_BIND");
+  const bool binds = bind && *bind != "false" && *bind != "FALSE";
+  return binds || environment("OMP_PLACES") || environment("GOMP_CPU_AFFINITY");
+}
+
 int threads_of_rank(const TrainOptions& options, int cores) {
   return options.threads > 0 || has_openmp_threads(process_environment()) ? options.threads : cores;
 }
@@ -31,9 +39,7 @@ std::vector<int> other_processes_of_host(const WorldState& state) {
 // Threads that wait for each other's cores make steps slower by far.
 void tell_too_many_threads(int ranks, int cores) {
   const int threads = at::get_num_threads();
-  // OpenMP has bound this thread to one place, where others have theirs.
-  const bool unknown = process_environment()("OMP_PROC_BIND").has_value();
-  if (unknown || threads <= cores) return;
+  if (threads <= cores) return;
   print_to_stderr(
       "shoal: {} rank(s) of {} threads, with {} core(s) for each rank, which makes steps slow: give --threads {}, or "
       "set OMP_NUM_THREADS\n",
@@ -43,11 +49,12 @@ void tell_too_many_threads(int ranks, int cores) {
 }  // namespace
 
 int threads_per_rank(const TrainOptions& options, int ranks) {
-  return threads_of_rank(options, std::max(1, processors() / ranks));
+  return threads_of_rank(options, std::max(1, (openmp_binds() ? processors_of_host() : processors()) / ranks));
 }
 
 void set_threads(const TrainOptions& options, const World& world) {
-  const int cores = share_of_processors(other_processes_of_host(*cell_of(world)->state));
+  const int cores = openmp_binds() ? std::max(1, processors_of_host() / world.local_size())
+                                   : share_of_processors(other_processes_of_host(*cell_of(world)->state));
   if (const int threads = threads_of_rank(options, cores); threads > 0) at::set_num_threads(threads);
   if (world.rank() == 0) tell_too_many_threads(world.local_size(), cores);
 }

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/utils.h>
 
+#include <atomic>
 #include <exception>
 #include <map>
 
@@ -23,6 +24,7 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
 
 // Backwards by autograd's number, each with its watches.
 struct Watched {
+  std::atomic<int64_t> so_far = 0;
   std::mutex mutex;
   std::map<int, int> watches;
 
@@ -61,14 +63,14 @@ class BackwardTracker::Watch {
       : tracker_(tracker),
         until_(until),
         number_(++tracker.watches_),
-        backward_(torch::autograd::get_current_graph_task_id()),
+        place_{torch::autograd::get_current_graph_task_id(), ++watched().so_far},
         alive_(tracker.alive_) {
-    watched().add(backward_, 1);
+    watched().add(place_.backward, 1);
   }
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
   ~Watch() {
-    watched().add(backward_, -1);
+    watched().add(place_.backward, -1);
     if (over_ || alive_.expired()) return;
     const auto held = tracker_.lock();
     if (passes_ && in_backward()) {
@@ -85,17 +87,17 @@ class BackwardTracker::Watch {
     return passes_;
   }
   // Whether it is the only one of its backward.
-  bool alone() const { return watched().add(backward_, 0) == 1; }
+  bool alone() const { return watched().add(place_.backward, 0) == 1; }
   // The backward has ended, without an exception.
   void finish() { over_ = true; }
   int64_t number() const { return number_; }
-  int backward() const { return backward_; }
+  const BackwardPlace& place() const { return place_; }
 
  private:
   BackwardTracker& tracker_;
   Until until_;
   int64_t number_;
-  int backward_;
+  BackwardPlace place_;
   std::weak_ptr<bool> alive_;
   bool passes_ = false;
   bool over_ = false;
@@ -206,7 +208,7 @@ void BackwardTracker::failed(const Watch& watch) noexcept {
   if (watch.number() != watches_ || phase_ == Phase::local) return;
   const torch::NoGradGuard no_grad;
   try {
-    listener_.backward_failed(watch.backward());
+    listener_.backward_failed(watch.place());
   } catch (...) {  // NOLINT(bugprone-empty-catch): what the backward has thrown says more
   }
 }

@@ -23,6 +23,12 @@ enum class EndStage {
   deliver,  // the sums; does not communicate
 };
 
+// A wrapper's place in a backward.
+struct BackwardPlace {
+  int backward;   // autograd's number
+  int64_t order;  // grows with each wrapper that a backward reaches
+};
+
 // Listener to a backward. Called by the thread that runs it, under BackwardTracker::lock() and without grad mode.
 class BackwardListener {
  public:
@@ -37,8 +43,7 @@ class BackwardListener {
   virtual void end_backward(EndStage stage) = 0;
   // A backward has thrown that synchronises, or that has reached an output and no gradient. Its caller has not got
   // control yet. Must not communicate. Not always called if a device's thread has run it, see left_open().
-  // backward: autograd's number of it.
-  virtual void backward_failed(int /*backward*/) {}
+  virtual void backward_failed(const BackwardPlace& /*where*/) {}
   // Whether a backward that begins now would synchronise.
   virtual bool synchronises() const { return false; }
   // Whether it shares a backward with other wrappers, see EndStage.

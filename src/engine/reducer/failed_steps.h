@@ -1,6 +1,8 @@
 #pragma once
 // Steps that have failed on this rank, until they have ended on all ranks.
 
+#include "engine/gradients/backward_tracker.h"
+
 namespace shoal {
 
 class FailedStep {
@@ -15,14 +17,13 @@ class FailedStep {
   ~FailedStep() = default;
 };
 
-inline constexpr int no_backward = -1;
-
-// Notes it for the calling thread, in the order in which backward has reached the steps. A repeated call does nothing.
-// backward: autograd's number of the one in which it has failed.
-void note_failed(FailedStep& step, int backward = no_backward);
+// Notes it for the calling thread. A step that is noted is noted anew if it fails again in a later backward.
+// where: nothing for a step that has failed before its backward.
+void note_failed(FailedStep& step, const std::optional<BackwardPlace>& where = std::nullopt);
 // Call it when the step has ended, and before it is destroyed.
 void forget_failed(FailedStep& step);
-// Ends a step that is noted, and those that have failed in the same backward.
+// Ends a step that is noted, and those that have failed in the same backward. Before it those of backwards that this
+// thread has run before: the other ranks are in these now, or are past them.
 void end_failed_step(FailedStep& step);
 // Ends those that this thread has noted.
 void end_failed_steps();

@@ -214,7 +214,7 @@ class Reducer final : private BackwardListener, private FailedStep {
   void arrived(size_t gradient) override;
   void end_local_backward() override;
   void end_backward(EndStage stage) override;
-  void backward_failed(int backward) override;
+  void backward_failed(const BackwardPlace& where) override;
   bool synchronises() const override { return callbacks.synchronises(); }
   bool ends_with_others() const override { return !callbacks.take_turns; }
   // FailedStep

@@ -233,9 +233,9 @@ void Reducer::give_up_gradients(bool in_flight) {
   if (in_flight && !everywhere) accumulated_.sums().show_aside();
 }
 
-void Reducer::backward_failed(int backward) {
+void Reducer::backward_failed(const BackwardPlace& where) {
   if (running()) give_up_gradients(/*in_flight=*/true);
-  if ((running() || has_thrown()) && !callbacks.take_turns) note_failed(*this, backward);
+  if ((running() || has_thrown()) && !callbacks.take_turns) note_failed(*this, where);
 }
 
 void Reducer::close_abandoned_step() {
