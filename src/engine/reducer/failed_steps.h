@@ -1,6 +1,8 @@
 #pragma once
 // Steps that have failed on this rank, until they have ended on all ranks.
 
+#include <optional>
+
 #include "engine/gradients/backward_tracker.h"
 
 namespace shoal {
