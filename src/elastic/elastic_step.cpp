@@ -13,9 +13,21 @@
 #include "engine/sharded/early_use.h"
 
 namespace shoal {
+namespace {
+
+// What a Join knows of its ranks is of the former world after a change.
+void refuse_join(const Reducer* reducer) {
+  if (reducer == nullptr || !reducer->join_state()) return;
+  throw UsageError(
+      "Elastic::step() within a Join: ranks that end or come would leave its count of batches wrong. A sampler of "
+      "Elastic gives all ranks equally many samples; leave the Join out");
+}
+
+}  // namespace
 
 void Elastic::State::begin_step(int64_t count) {
   current_step.ready = Ready::no;
+  refuse_join(parts->reducer());
   dropped.begin_step(*parts);
   current_step.began_at = parts->step();
   current_step.reductions_before = parts->reductions();

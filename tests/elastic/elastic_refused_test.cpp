@@ -5,6 +5,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include "shoal/fsdp.h"
+#include "shoal/join.h"
 #include "shoal/optimizer_in_backward.h"
 #include "shoal/sync_batch_norm.h"
 #include "shoal/zero.h"
@@ -113,6 +114,23 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
       DistributedOptimizer<Adam> optimizer(model, rate, world.group());
       DistributedDataParallel parallel(other, world.group());
       Elastic elastic(world, parallel, optimizer);
+    });
+    expect_refusal("leave the Join out", [&] {
+      auto model = net();
+      DistributedDataParallel parallel(model, world.group());
+      Adam optimizer(model->parameters(), rate);
+      Elastic elastic(world, parallel, optimizer);
+      Join join({parallel});
+      join.next(true);
+      elastic.step(1, [] {}, [] {});
+    });
+    expect_refusal("leave the Join out", [&] {
+      auto model = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group());
+      Elastic elastic(world, optimizer);
+      Join join({optimizer});
+      join.next(world.rank() == 0);
+      elastic.step(1, [] {}, [] {});
     });
     expect_refusal("OptimizerInBackward", [&] {
       auto model = net();

@@ -21,6 +21,7 @@ TESTS = (
     "ElasticKill.ELA01_ELA02_ELA03_sharded_ranks_end_at_random_moments",
     "ElasticHosts.ELA01_ELA02_ranks_and_hosts_end_at_random_moments",
     "ElasticHybrid.ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments",
+    "ElasticSecondOwner.ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments",
     "ElasticGossip.ELA12_ranks_and_hosts_end_at_random_moments",
     "ElasticLocal.ELA12_ranks_end_at_random_moments",
 )

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
@@ -73,11 +72,10 @@ void refuse_what_cannot_go_on(const TrainOptions& options) {
   }
   const bool sockets = options.transport == "tcp" || options.transport == "gloo";
   const bool memory = options.transport == "auto" || options.transport == "host";
-  const std::vector<std::string> over_sockets{"ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op"};
-  const bool may = std::find(over_sockets.begin(), over_sockets.end(), options.strategy) != over_sockets.end();
-  if (memory || (sockets && may)) return;
+  const std::set<std::string> by_host{"hybrid", "hybrid_grad_op", "hybrid_gossip"};  // with shards in a host's memory
+  if (memory || (sockets && !by_host.contains(options.strategy))) return;
   refuse(fmt::format("--strategy {} --transport {}", options.strategy, options.transport),
-         "take auto or host, or with ddp, zero1, zero2, megatron, fsdp and fsdp_grad_op also tcp or gloo");
+         by_host.contains(options.strategy) ? "take auto or host" : "take auto, host, tcp or gloo");
 }
 
 }  // namespace
