@@ -63,7 +63,8 @@ struct WorldOptions {
 
   // Called about every 100 ms by each thread that waits for other ranks, but not while it waits for the job's store to
   // answer. An exception that it throws ends that wait and reaches the caller; the operation goes on, and may be waited
-  // for again.
+  // for again. In a backward that has given its gradients, the others use the sums: the next step is a UsageError on
+  // all ranks.
   std::function<void()> while_waiting{};
 
   // Throws UsageError with a list of all invalid options.

@@ -17,6 +17,7 @@
 #include "engine/buckets/spare_memory.h"
 #include "engine/changes/operator_watch.h"
 #include "engine/paging/gather_order.h"
+#include "engine/paging/pager_mutex.h"
 #include "engine/paging/use_order.h"
 
 namespace shoal {
@@ -152,7 +153,7 @@ class Pager : private MemoryUser {
   Group group_;
   GatherOrder order_;
   std::atomic<bool> notices_ = true;
-  mutable std::mutex mutex_;  // guards everything below
+  mutable PagerMutex mutex_;  // guards everything below
   std::vector<std::unique_ptr<Page>> pages_;
   std::unordered_map<c10::StorageImpl*, size_t> index_;
   std::list<size_t> used_;         // unsharded and used, least recently used first

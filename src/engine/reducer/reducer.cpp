@@ -241,7 +241,7 @@ bool Reducer::waits_for_end(size_t bucket) {
 }
 
 double Reducer::issued_weight() const {
-  if (entry_.failed) return std::numeric_limits<double>::quiet_NaN();
+  if (entry_.failed || last_.missed) return std::numeric_limits<double>::quiet_NaN();
   if (accumulated_.weight()) return *accumulated_.weight();
   if (!join_state_) return 1.0;
   // Under no_sync a rank may have had a batch earlier in the same step.

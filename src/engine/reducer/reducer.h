@@ -258,12 +258,12 @@ class Reducer final : private BackwardListener, private FailedStep {
   }
   void await_step();
   void deliver_step();
+  double wait_for_sums();
   double wait_for_buckets();
   std::vector<PendingExchange> advance(std::vector<PendingExchange>& sums);
   void complete(PendingExchange& sum);
   void note_hook_error();
   std::string who_failed();
-  std::string ranks_that(bool here, const char* what) const;
   [[noreturn]] void refuse_step_of_two();
   void learn();
   void close_step();

@@ -174,6 +174,7 @@ void Reducer::end() {
   // All had been sent before. If no backward has failed, a hook has asked for it too late: all ranks use the sums.
   if (finished && step_->behind) refuse_step_of_two();
   if (finished && !step_->given_up) return deliver_step();
+  last_.missed = last_.missed || (finished && step_->interrupted);
   close_abandoned_step();
 }
 

@@ -1,5 +1,6 @@
 // Second half of a step: results are delivered, or the step is abandoned.
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/utils.h>
@@ -13,6 +14,26 @@
 #include "shoal/error.h"
 
 namespace shoal {
+namespace {
+
+// One number of each rank. Collective.
+std::vector<int64_t> of_all_ranks(const Group& group, int64_t own, const Label& label) {
+  auto all = at::empty({group.size()}, at::kLong);
+  group.all_gather(all, at::full({1}, own, at::kLong), label).wait();
+  const auto* begin = all.data_ptr<int64_t>();
+  return {begin, begin + all.numel()};
+}
+
+// "rank 1, 2", by their numbers in the world; empty: none.
+std::string ranks_with(int64_t number, const std::vector<int64_t>& of_ranks, const Group& group) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (of_ranks[static_cast<size_t>(rank)] == number) ranks.push_back(group.world_rank(rank));
+  }
+  return ranks.empty() ? "" : fmt::format("rank {}", fmt::join(ranks, ", "));
+}
+
+}  // namespace
 
 void Reducer::end_local_backward() {
   accumulated_.end_graphs(/*local=*/true);
@@ -38,7 +59,7 @@ void Reducer::await_step() {
                                        step_->schedule.next(), buckets_.size(), steps_));
   }
   if (step_->early) release_finished(/*all=*/true);
-  const double weight = wait_for_buckets();
+  const double weight = wait_for_sums();
   step_->weight = weight;
   clock_.mark(StepClock::all_back, steps_);
   const auto own = step_->hook_error;
@@ -53,9 +74,22 @@ void Reducer::await_step() {
     close_abandoned_step();
     callbacks.after_abandoned();
     if (own) std::rethrow_exception(own);
+    if (!last_.apart.empty()) throw UsageError(last_.apart);
     throw StepAbandoned(text);
   }
   if (step_->behind) refuse_step_of_two();
+}
+
+double Reducer::wait_for_sums() {
+  auto noticed = c10::make_scope_exit([this] { step_->interrupted = true; });
+  try {
+    const double weight = wait_for_buckets();
+    noticed.release();
+    return weight;
+  } catch (const CommError&) {
+    noticed.release();
+    throw;
+  }
 }
 
 void Reducer::deliver_step() {
@@ -162,9 +196,23 @@ void Reducer::note_hook_error() {
   entry_.failed = true;
 }
 
-// Names the ranks that gave up. Collective over all ranks of an abandoned step.
+// Names the ranks that gave up, or says in last_.apart that ranks are apart. Collective over all ranks of an abandoned
+// step.
 std::string Reducer::who_failed() {
-  return ranks_that(entry_.failed, "who failed");
+  enum : int64_t { well, failed, missed };
+  const auto all = of_all_ranks(group_,
+                                last_.missed    ? missed
+                                : entry_.failed ? failed
+                                                : well,
+                                {steps_, -1, "who failed"});
+  if (const auto late = ranks_with(missed, all, group_); !late.empty()) {
+    last_.apart = fmt::format(
+        "step {}: an exception, of a signal handler perhaps, ended an earlier backward of {} while it waited for sums "
+        "of gradients, to which it had given its own. The other ranks have used these sums, so that parameters differ. "
+        "Let such an exception end the program, or load a checkpoint and make a new wrapper",
+        steps_, late);
+  }
+  return ranks_with(failed, all, group_);
 }
 
 // Ranks stay apart by a step, so that later ones are refused, too.
@@ -175,22 +223,13 @@ void Reducer::refuse_step_of_two() {
       "into torch::NoGradGuard (torch.no_grad()). Where a step ends between forward and backward (an exception that is "
       "caught, a batch that is skipped), call abandon_step() on that rank, and the others get StepAbandoned. Make "
       "a new wrapper to go on",
-      steps_, ranks_that(has_dropped_forward(), "who has dropped a forward"));
+      steps_,
+      ranks_with(1, of_all_ranks(group_, has_dropped_forward() ? 1 : 0, {steps_, -1, "who has dropped a forward"}),
+                 group_));
   close_abandoned_step();
   callbacks.after_abandoned();
   last_.apart = text;
   throw UsageError(text);
-}
-
-// "rank 1, 2", the ranks of the world that say so here. Collective.
-std::string Reducer::ranks_that(bool here, const char* what) const {
-  auto all = at::empty({group_.size()}, at::kLong);
-  group_.all_gather(all, at::full({1}, here ? 1 : 0, at::kLong), {steps_, -1, what}).wait();
-  std::vector<int> ranks;
-  for (int rank = 0; rank < group_.size(); ++rank) {
-    if (all[rank].item<int64_t>() != 0) ranks.push_back(group_.world_rank(rank));
-  }
-  return fmt::format("rank {}", fmt::join(ranks, ", "));
 }
 
 void Reducer::close_step() {

@@ -31,7 +31,8 @@ struct LastStep {
   std::vector<std::string> unused_names;  // parameters of a pending error
   std::string apart;                      // why ranks are in different steps, for good; empty: they are not
   std::exception_ptr hook_error;          // of the last step that a communication hook ended from here
-  bool same_on_all = true;                // all ranks used the same gradients, as far as is known
+  bool missed = false;      // an earlier step, whose sums the other ranks have used: see Step::interrupted
+  bool same_on_all = true;  // all ranks used the same gradients, as far as is known
 };
 
 struct Step {
@@ -49,7 +50,10 @@ struct Step {
   bool early = false;      // the consumer takes buckets while backward runs
   bool behind = false;     // some ranks have dropped a forward, and others have used all of theirs
   bool abandoned = false;  // a bucket meant for the consumer was abandoned
-  bool given_up = false;   // its gradients: see Reducer::give_up_gradients(); the program may have changed them since
+  // An exception that is no failure of the communication has left the wait for its sums: a signal handler's. The other
+  // ranks do not know, and use them.
+  bool interrupted = false;
+  bool given_up = false;  // its gradients: see Reducer::give_up_gradients(); the program may have changed them since
 
   BucketSchedule schedule;
   std::vector<std::optional<SparseSum>> sparse;  // by bucket

@@ -1,0 +1,99 @@
+// Signal handlers of a program run while a rank waits for others (WorldOptions::while_waiting): what they may throw,
+// and what they may use.
+
+#include <gmock/gmock.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "shoal/error.h"
+#include "shoal/training.h"
+#include "tests/support/forked_ranks.h"
+#include "tests/support/models.h"
+
+namespace shoal::interrupted_wait_test {
+namespace {
+
+using testing::HasSubstr;
+
+std::function<void()> handler;  // of the process, called once in a wait
+
+WorldOptions options_over(const std::string& transport) {
+  WorldOptions options;
+  options.transport = transport;
+  options.while_waiting = [] {
+    if (handler) std::exchange(handler, {})();
+  };
+  return options;
+}
+
+Training<test::MlpImpl> training_of(const std::string& strategy, const World& world) {
+  return make_training(strategy, test::seeded(3), optimizer_recipe<FusedAdamW>(torch::optim::AdamWOptions(1e-2)),
+                       world.group());
+}
+
+// The handler throws on rank 0, which catches that and goes on with the next step, as if nothing had been.
+std::string go_on_after_interruption(const World& world, const std::string& strategy) {
+  const int rank = world.rank();
+  auto training = training_of(strategy, world);
+  std::string told;
+  for (int step = 0; step < 5; ++step) {
+    training->zero_grad();
+    try {
+      const auto loss = training.forward(test::batch(rank, step)).pow(2).mean();
+      if (step == 2 && rank == 1) usleep(500'000);
+      if (step == 2 && rank == 0) handler = [] { throw std::runtime_error("interrupted"); };
+      training->backward(loss);
+      handler = {};
+      training->step();
+    } catch (const Error& error) {
+      return told + error.what();
+    } catch (const std::runtime_error& error) {
+      told += fmt::format("{}; ", error.what());
+    }
+  }
+  return told + "nothing was noticed";
+}
+
+TEST(InterruptedWait, ranks_do_not_go_on_with_parameters_that_differ) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2", "megatron", "fsdp"}) {
+    const auto ended = test::run_ranks(
+        2, [&](const World& world) { return go_on_after_interruption(world, strategy); }, {}, options_over("auto"));
+    EXPECT_THAT(ended[0].text, testing::StartsWith("interrupted; ")) << strategy;
+    for (const auto& rank : ended) {
+      EXPECT_THAT(rank.text, testing::Not(HasSubstr("nothing was noticed"))) << strategy;
+      if (strategy == "ddp") EXPECT_THAT(rank.text, HasSubstr("ended an earlier backward of rank 0 while it waited"));
+    }
+  }
+}
+
+// An operator on parameters that others hold would wait for them within the wait.
+TEST(InterruptedWait, a_handler_cannot_use_parameters_that_are_being_gathered) {
+  const auto body = [](const World& world) -> std::string {
+    auto training = training_of("fsdp", world);
+    const auto parameters = training.module()->parameters();
+    const auto train = [&](int step) {
+      training->backward(training.forward(test::batch(world.rank(), step)).pow(2).mean());
+      training->step();
+      training->zero_grad();
+    };
+    for (int step = 0; step < 2; ++step) train(step);
+    if (world.rank() == 1) usleep(500'000);
+    handler = [&] {
+      if (world.rank() == 0) parameters.front().norm();
+    };
+    try {
+      train(2);
+      return "no error";
+    } catch (const Error& error) {
+      return error.what();
+    }
+  };
+  const auto ended = test::run_ranks(2, body, {}, options_over("tcp"));
+  EXPECT_THAT(ended[0].text, HasSubstr("a signal handler used parameters of a FullyShardedDataParallel"));
+  EXPECT_THAT(ended[1].text, testing::Not("no error"));
+}
+
+}  // namespace
+}  // namespace shoal::interrupted_wait_test
