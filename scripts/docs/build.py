@@ -1,4 +1,4 @@
-"""Builds the documentation's site: README.md, docs/ and the API reference from the public headers.
+"""Builds the documentation's site: README.md, docs/, bench/results.md and the API reference from the public headers.
 
     python scripts/docs/build.py [--out build/docs] [--no-install]
 
@@ -21,6 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 HERE = os.path.join(ROOT, "scripts", "docs")
 VENV = os.path.join(ROOT, ".venv-docs")
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+APPENDIX = "bench/results.md"
 # Not for users: what they inherit from is.
 HIDDEN = {"call", "local_optimizer", "optimizer_base", "range", "shoal"}
 
@@ -51,6 +52,8 @@ def site_path(path):
         return "index.md"
     if path in ROOT_PAGES:
         return path
+    if path == APPENDIX:
+        return os.path.basename(path)
     if path.startswith("docs/") and os.path.isfile(os.path.join(ROOT, path)):
         return path.removeprefix("docs/")
     return None
@@ -73,9 +76,9 @@ def relinked(text, path):
 
 def stage(pages):
     """Copies of the pages, as the site needs them."""
-    sources = ["README.md", *ROOT_PAGES] + [os.path.relpath(path, ROOT)
-                                            for path in glob.glob(os.path.join(ROOT, "docs", "**", "*"), recursive=True)
-                                            if os.path.isfile(path)]
+    sources = ["README.md", *ROOT_PAGES, APPENDIX] + [
+        os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, "docs", "**", "*"), recursive=True)
+        if os.path.isfile(path)]
     for source in sources:
         target = os.path.join(pages, site_path(source))
         os.makedirs(os.path.dirname(target), exist_ok=True)
