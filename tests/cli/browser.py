@@ -93,12 +93,15 @@ class Browser:
     def open(self, path, width, height=900):
         """Shows a file or an address in a window of this size and waits until it is complete."""
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.resize(width, height)
         answer = self.call("Page.navigate", url=path if "://" in path else "file://" + os.path.abspath(path))
         if "errorText" in answer:
             raise RuntimeError(f"{path}: {answer['errorText']}")
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self.receive())
+
+    def resize(self, width, height=900):
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, expression):
         """The value of a JavaScript expression in the page."""
@@ -125,8 +128,7 @@ class Browser:
     def screenshot(self, path):
         """A picture of the whole page, as a PNG file."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        self.call("Emulation.setDeviceMetricsOverride", width=int(size["width"]), height=int(size["height"]),
-                  deviceScaleFactor=1, mobile=False)
+        self.resize(int(size["width"]), int(size["height"]))
         picture = self.call("Page.captureScreenshot")
         with open(path, "wb") as file:
             file.write(base64.b64decode(picture["data"]))

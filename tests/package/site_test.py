@@ -2,7 +2,7 @@
 
     python site_test.py REPOSITORY WORK [--pictures FOLDER]
 
-MkDocs refuses links and headings that lead nowhere. Ends with code 77 (skipped) where MkDocs, Doxygen or Chromium is
+MkDocs refuses links and headings that lead nowhere; here a browser shows every page, and searches. Ends with code 77 (skipped) where MkDocs, Doxygen or Chromium is
 missing.
 """
 
@@ -37,10 +37,22 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+class WithoutSearch(Quiet):
+    """The index of the search has no page. Every page makes one of it, which takes most of its time."""
+
+    def do_GET(self):
+        if not self.path.endswith("/search_index.json"):
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"config": {"lang": ["en"], "separator": " ", "pipeline": [], "fields": {}}, "docs": []}')
+
+
 @contextlib.contextmanager
-def served(folder):
+def served(folder, handler):
     """The address of a server of the folder, on loopback."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield "http://127.0.0.1:%d" % server.server_address[1]
@@ -48,29 +60,69 @@ def served(folder):
         server.shutdown()
 
 
-def look(window, site, pictures):
-    for page, title, says, width in (
-            ("index.html", "shoal", "You know from PyTorch", 1280),
-            ("guides/fsdp.html", "FSDP", "summon_full_params", 1280),
-            ("api/ddp.html", "shoal/ddp.h", "find_unused_parameters bool false", 1280),
-            ("api/index.html", "API reference", "DistributedDataParallel: ", 1280),
-            ("decentralized.html", "Decentralised", "neighbours", 480)):
-        window.open(site + "/" + page, width)
-        shown = window.evaluate("document.title + ' | ' + document.querySelector('h1').innerText")
-        assert title in shown, (page, shown)
-        assert says in " ".join(window.evaluate("document.body.innerText").split()), "%s does not say %s" % (page, says)
-        faults = [text for text in window.complaints()
-                  if not text.startswith(("asks for data:", "asks for " + site + "/"))]
-        assert not faults, (page, faults)
-        broken = window.evaluate("[...document.images].filter(i => !i.naturalWidth).map(i => i.src).join(' ')")
-        assert not broken, (page, broken)
-        wide = window.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+# What some of the pages must show: part of the title, part of the text.
+SHOWN = {"index.html": ("shoal", "You know from PyTorch"), "guides/fsdp.html": ("FSDP", "summon_full_params"),
+         "api/ddp.html": ("shoal/ddp.h", "find_unused_parameters bool false"),
+         "api/index.html": ("API reference", "DistributedDataParallel: "), "decentralized.html": ("Decentralised", "neighbours"),
+         "results.html": ("Results of measurements", "x shoal local"), "python.html": ("Python", "init_process_group")}
+# The widths of windows, in pixels: a screen's and a telephone's.
+WIDTHS = (1280, 480)
+TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def pages_of(site):
+    """Paths of all pages of the site, but for the one that a server shows in place of one that is missing."""
+    found = sorted(os.path.relpath(os.path.join(place, name), site)
+                   for place, _, names in os.walk(site) for name in names if name.endswith(".html"))
+    found.remove("404.html")
+    missing = {*SHOWN, "guides/ddp.html", "adr/index.html", "CHANGELOG.html"} - {*found}
+    assert not missing and len(found) > 80, (missing, found)
+    return found
+
+
+def look_at(window, site, page, pictures):
+    window.open(site + "/" + page, WIDTHS[0])
+    title, text = SHOWN.get(page, ("", ""))
+    shown, body = window.evaluate("[document.title + ' | ' + document.querySelector('h1').innerText, document.body.innerText]")
+    assert title in shown and shown.split(" | ")[-1].strip(), (page, shown)
+    assert text in " ".join(body.split()), "%s does not say %s" % (page, text)
+    faults = [each for each in window.complaints() if not each.startswith(("asks for data:", "asks for " + site + "/"))]
+    assert not faults, (page, faults)
+    broken = window.evaluate("[...document.images].filter(i => !i.naturalWidth).map(i => i.src).join(' ')")
+    assert not broken, (page, broken)
+    for width in WIDTHS:
+        window.resize(width)
+        wide = window.evaluate(TOO_WIDE)
         assert wide <= 0, "%s is %d pixels too wide for a window of %d" % (page, wide, width)
-        if pictures:
-            window.screenshot(os.path.join(pictures, page.replace("/", "_").replace(".html", ".png")))
+    if pictures and page in SHOWN:
+        window.screenshot(os.path.join(pictures, page.replace("/", "_").replace(".html", ".png")))
 
 
-def search(window, site, pictures):
+def faults_are_found(window, site, folder):
+    """Pages with faults on purpose."""
+    for name, body in (("wide", "<h1>a</h1><div style='width: 900px'>b</div>"), ("picture", "<h1>a</h1><img src='gone.png'>"),
+                       ("title", "<h1> </h1>"), ("error", "<h1>a</h1><script>gone()</script>")):
+        path = os.path.join(folder, "fault_%s.html" % name)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("<!DOCTYPE html>" + body)
+        try:
+            look_at(window, site, os.path.basename(path), None)
+        except AssertionError:
+            continue
+        finally:
+            os.remove(path)
+        sys.exit("failed: the fault of a page was not found: " + name)
+
+
+def look(window, site, folder, pictures):
+    pages = pages_of(folder)
+    faults_are_found(window, site, folder)
+    for page in pages:
+        look_at(window, site, page, pictures)
+    print("%d pages opened" % len(pages))
+
+
+def search(window, site, _folder, pictures):
     window.open(site + "/index.html", 1280)
     box = "document.querySelector('input.md-search__input')"
     assert window.evaluate("!!%s && %s.getBoundingClientRect().width > 50" % (box, box)), "there is no search box"
@@ -97,9 +149,11 @@ def main():
     built = subprocess.run([sys.executable, build, "--no-install", "--out", arguments.work], check=False)
     if built.returncode:
         sys.exit(built.returncode)
-    for case in (look, search):
-        with browser.Browser(program) as window, served(os.path.join(arguments.work, "site")) as site:
-            case(window, site, arguments.pictures)
+    folder = os.path.join(arguments.work, "site")
+    with browser.Browser(program, limit_seconds=240) as window:
+        for case, handler in ((look, WithoutSearch), (search, Quiet)):
+            with served(folder, handler) as site:
+                case(window, site, folder, arguments.pictures)
             print(case.__name__, "passed", flush=True)
 
 
