@@ -3,8 +3,9 @@
     python commands_test.py REPOSITORY SHOAL [--page docs/launching.md] [--list]
 
 Every block of language sh runs, in the order of its page and in a folder of the page's own that looks like the
-repository after a build. A block whose first line says why not, ```sh no-run: it needs two hosts, does not run. In
-either case the program must know each option that the block gives it.
+repository after a build, with a training in place of the programs that blocks call ./train and ./program. A block whose
+first line says why not, ```sh no-run: it needs two hosts, does not run. In either case the program must know each option
+that the block gives it. torchrun is that of .venv, if there is none in PATH.
 """
 
 import argparse
@@ -21,19 +22,28 @@ import docs
 
 SECONDS = 240  # for one block
 SHARED = ("README.md", "SECURITY.md", "bench", "scripts", "tests", "docs")
+# Programs of a user's own, which a launcher starts.
+STAND_INS = ("train", "program")
+STAND_IN = "#!/bin/sh\nexec shoal train --model mlp --data reference --steps 2\n"
 
 
 def reason(block):
     """Why it does not run; None: it does."""
     if block.note.startswith("no-run:"):
         return block.note.removeprefix("no-run:").strip()
-    return "there is no mpirun here" if "mpirun" in block.code and not shutil.which("mpirun") else None
+    needs = [name for name in ("mpirun", "torchrun") if re.search(r"\b%s " % name, block.code)]
+    return next(("there is no %s here" % name for name in needs if not shutil.which(name)), None)
 
 
 def make_folder(folder, root, shoal):
     for name in SHARED:
         os.symlink(os.path.join(root, name), os.path.join(folder, name))
     os.symlink(os.path.dirname(shoal), os.path.join(folder, "build"))
+    for name in STAND_INS:
+        path = os.path.join(folder, name)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(STAND_IN)
+        os.chmod(path, 0o755)
 
 
 def run(block, folder, shoal):
@@ -104,6 +114,7 @@ def main():
     parser.add_argument("--list", action="store_true", help="say what runs, without running it")
     arguments = parser.parse_args()
     root, shoal = os.path.abspath(arguments.root), os.path.abspath(arguments.shoal)
+    os.environ["PATH"] += os.pathsep + os.path.join(root, ".venv", "bin")
     faults_are_found(shoal)
     faults, ran, rested = [], 0, 0
     for page in arguments.page or docs.pages(root):

@@ -1,5 +1,5 @@
 """Every link of README and docs leads to a file of the repository, and to a heading that is there. Every source that
-they name exists, and so does every message that the page for the person on call explains.
+they name exists, and so does every message that the page for the person on call explains. Blocks of Python are Python.
 
     python links_test.py REPOSITORY
 """
@@ -9,6 +9,7 @@ import os
 import posixpath
 import re
 import sys
+import textwrap
 
 import docs
 
@@ -70,6 +71,15 @@ def unknown_messages(root, page):
             yield "no source says: %s" % message
 
 
+def wrong_python(blocks):
+    for block in blocks:
+        try:
+            # Lines count as in the page.
+            compile("\n" * (block.line - 1) + textwrap.dedent(block.code), block.page, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            yield "%s:%s: %s: %s" % (block.page, error.lineno, error.msg, (error.text or "").strip())
+
+
 def faults_are_found(root):
     """A page with faults on purpose."""
     text = "# A `b` c!\n[a](#a-b-c) [b](README.md) [c](#gone) [d](gone.md) `[e](gone.md)`\n```sh\n[f](gone.md)\n```\n"
@@ -79,6 +89,8 @@ def faults_are_found(root):
     assert found == ["page: there is no source gone.cpp"], found
     found = list(unknown_messages(root, "| `rank 2 has ended` |\n| `rank 2 has gone for a walk` |\n"))
     assert found == ["no source says: rank 2 has gone for a walk"], found
+    found = list(wrong_python([docs.Block("page", 0, "python", "", 7, "  for x in y:\n    pass\n  for x y:\n")]))
+    assert len(found) == 1 and found[0].startswith("page:9: invalid syntax"), found
 
 
 def main():
@@ -90,7 +102,10 @@ def main():
     pages.remove("CHANGELOG.md")  # names what there was
     found += missing_sources(root, pages, functools.partial(docs.text_of, root))
     found += unknown_messages(root, docs.text_of(root, "docs/guides/on_call.md"))
-    print("\n".join(found) or "%d pages: every link leads somewhere" % len(pages))
+    python = [block for page in pages for block in docs.blocks(root, page, "python")]
+    assert len(python) >= 5, python
+    found += wrong_python(python)
+    print("\n".join(found) or "%d pages: every link leads somewhere; %d blocks of Python" % (len(pages), len(python)))
     sys.exit(1 if found else 0)
 
 
