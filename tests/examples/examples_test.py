@@ -1,4 +1,5 @@
-"""Builds the programs in examples/ against an installed shoal, runs them on two ranks, and checks what they print.
+"""Builds the programs in examples/ against an installed shoal, runs them on two ranks, and checks what they print. Also
+configures a copy of each folder by itself, as a project of its own.
 
     python examples_test.py --build BUILD --work FOLDER --torch LIBTORCH --python PYTHON build|image_classification|...
 
@@ -70,6 +71,23 @@ class Test:
         run("cmake", "--fresh", "-G", "Ninja", "-S", EXAMPLES, "-B", self.programs, f"-DCMAKE_CXX_COMPILER={compiler}",
             "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O0", f"-DCMAKE_PREFIX_PATH={self.prefix};{self.options.torch}")
         run("cmake", "--build", self.programs)
+        self._each_is_a_project(compiler)
+
+    def _each_is_a_project(self, compiler):
+        """Outside of the tree and without the others; what compiles it there is what has compiled it among them, but for their
+        precompiled headers, so that its source has to include these itself."""
+        alone = self.folder("alone")
+        folders = sorted(path.parent for path in EXAMPLES.glob("*/CMakeLists.txt"))
+        check(len(folders) == 8, f"eight examples: {folders}")
+        for folder in folders:
+            source = alone / folder.name
+            shutil.copytree(folder, source)
+            run("cmake", "-G", "Ninja", "-S", source, "-B", source / "build", f"-DCMAKE_CXX_COMPILER={compiler}",
+                f"-DCMAKE_PREFIX_PATH={self.prefix};{self.options.torch}")
+            steps = run("cmake", "--build", source / "build", "--", "-n")
+            check(f"Linking CXX executable {folder.name}\n" in steps, f"{folder.name} alone builds a program of its name")
+            included = re.findall(r"^#include <(.*)>$", (folder / f"{folder.name}.cpp").read_text(), re.M)
+            check({"shoal/shoal.h", "torch/torch.h"} <= {*included}, f"{folder.name} includes what it uses: {included}")
 
     def launch(self, name, *arguments):
         return run(self.prefix / "bin/shoal", "launch", "-n", 2, "--", self.programs / name / name, *arguments)
