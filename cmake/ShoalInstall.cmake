@@ -21,7 +21,9 @@ if(TARGET shoal_mpi)
 endif()
 # The program is the file `shoal`, so the library's target is not.
 add_library(libshoal SHARED ${library_objects} $<TARGET_OBJECTS:shoal_${mpi}>)
-target_link_libraries(libshoal PUBLIC shoal_flags ${TORCH_LIBRARIES}
+# libtorch's libraries have paths of this machine, so shoalConfig.cmake takes them from the libtorch that it finds.
+list(TRANSFORM TORCH_LIBRARIES REPLACE "(.+)" "$<BUILD_INTERFACE:\\1>" OUTPUT_VARIABLE torch_in_build)
+target_link_libraries(libshoal PUBLIC shoal_flags ${torch_in_build}
   PRIVATE ZLIB::ZLIB OpenSSL::Crypto Threads::Threads $<TARGET_NAME_IF_EXISTS:MPI::MPI_CXX>)
 set_target_properties(libshoal PROPERTIES LINKER_LANGUAGE CXX OUTPUT_NAME shoal EXPORT_NAME shoal
   LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/lib VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})

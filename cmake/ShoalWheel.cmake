@@ -17,7 +17,7 @@ if(TARGET shoal_mpi)
   set(mpi shoal_loaded_mpi)
 endif()
 add_library(shoal_wheel_library SHARED EXCLUDE_FROM_ALL ${library_objects} $<TARGET_OBJECTS:${mpi}>)
-target_link_libraries(shoal_wheel_library PUBLIC shoal_flags ${TORCH_LIBRARIES}
+target_link_libraries(shoal_wheel_library PUBLIC shoal_flags ${torch_in_build}
   PRIVATE ${SHOAL_STATIC_ZLIB} ${SHOAL_STATIC_CRYPTO} Threads::Threads ${CMAKE_DL_LIBS})
 target_link_options(shoal_wheel_library PRIVATE LINKER:--exclude-libs,ALL)
 # One file with the name that the extension asks for: a wheel has no links.
