@@ -73,12 +73,12 @@ def script(options):
     return "\n".join(lines)
 
 
-def run(options, root):
+def run(root, shared, text):
+    """Runs a script of the shell in the root, with (path here, path there) shared; its exit code."""
     inside = ["mount --make-rprivate /", "mount -t proc proc %s/proc" % root, "mount --rbind /dev %s/dev" % root]
-    shared = [(path, path) for path in options.bind + ["/etc/resolv.conf"] if os.path.exists(path)]
-    if options.torch:
-        shared.append((os.path.realpath(options.torch), "/libtorch"))
-    for source, place in shared:
+    for source, place in [*shared, ("/etc/resolv.conf", "/etc/resolv.conf")]:
+        if not os.path.exists(source):
+            continue
         target = root + place
         if os.path.isdir(source):
             os.makedirs(target, exist_ok=True)
@@ -89,8 +89,7 @@ def run(options, root):
     inside.append('exec chroot %s /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 %s sh -c "$0"'
                   % (root, " ".join("%s=%s" % (name, os.environ[name]) for name in os.environ if name.startswith("PIP_"))))
     # A namespace of its own takes the mounts along when it ends, and processes that are left.
-    return subprocess.call(["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", "\n".join(inside),
-                            script(options)])
+    return subprocess.call(["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", "\n".join(inside), text])
 
 
 def main():
@@ -102,7 +101,10 @@ def main():
     try:
         debootstrap(options, root)
         target = copy_repository(root)
-        result = run(options, root)
+        shared = [(path, path) for path in options.bind]
+        if options.torch:
+            shared.append((os.path.realpath(options.torch), "/libtorch"))
+        result = run(root, shared, script(options))
         if not options.keep:
             shutil.rmtree(target, ignore_errors=True)
         return result
