@@ -1,5 +1,6 @@
 """Strategies whose ranks differ between exchanges: LocalUpdates and DecentralizedDataParallel."""
 
+import functools
 import gc
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import models
 import shoal
 from ranks import on_ranks
-from test_wrappers import MATRIX, RATES, group_over, losses_of, mean_loss
+from test_wrappers import RATES, group_over, losses_of, matrix, mean_loss
 
 
 def equal_on_ranks(net):
@@ -22,6 +23,7 @@ def equal_on_ranks(net):
     return different.item() == 0
 
 
+@functools.cache
 def simulated(strategy, name, autocast, steps):
     """Mean losses of the ranks' models, all in one process, which become their mean when the strategy says so."""
     nets = [models.make(name) for _ in range(2)]
@@ -78,11 +80,11 @@ LOCAL = {wrap.__name__: lambda net, group, kind, wrap=wrap: wrap(net, group) for
 @pytest.mark.parametrize("wrap", [local_updates, decentralized, shard_gossip])
 def test_PY05_losses_equal_a_simulation_in_one_process(wrap, transport):
     strategy, steps = wrap.__name__, 8
-    expected = {(name, autocast): simulated(strategy, name, autocast, steps) for name, kind, autocast in MATRIX if kind is None}
+    expected = {(name, autocast): simulated(strategy, name, autocast, steps) for name, _, autocast in matrix(transport)}
 
     def trains(rank):
         group = group_over(transport)
-        for name, kind, autocast in MATRIX:
+        for name, kind, autocast in matrix(transport):
             model, optimizer = wrap(models.make(name, kind), group)
             run = 5 if kind else steps  # the ranks' models have met once
             losses = losses_of(model, optimizer, name, autocast, run)
