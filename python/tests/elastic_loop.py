@@ -4,6 +4,7 @@ import os
 import signal
 
 import torch
+import torch._dynamo  # which a process's first optimizer imports: once for all ranks
 import torch.distributed as dist
 
 import shoal

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # noqa: F401: which torch.compile imports, once for all ranks
 import torch.distributed as dist
 from torch import nn
 
