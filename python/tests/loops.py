@@ -26,14 +26,14 @@ def each_strategy(test, transport="host", timeout=60):
     on_ranks(on_rank, timeout=timeout)
 
 
-def train_alone(net, optimizer, steps=3, prepare=None, micros=1, ranks=2, first=0):
+def train_alone(net, optimizer, steps=3, prepare=None, micros=1, ranks=2, first=0, name="gpt"):
     """One process with the batches of so many ranks."""
     losses = []
     for step in range(first, first + steps):
         total = 0.0
         for micro in range(micros):
             for rank in range(ranks):
-                x, y = models.batch("gpt", micros * step + micro, rank)
+                x, y = models.batch(name, micros * step + micro, rank)
                 loss = models.loss_of(net(x), y)
                 (loss / ranks / micros).backward()
                 total += loss.item() / ranks
