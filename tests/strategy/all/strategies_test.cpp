@@ -101,30 +101,36 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 const auto adamw = torch::optim::AdamWOptions(1e-3).weight_decay(0.1);
 const auto sgd = torch::optim::SGDOptions(0.01).momentum(0.9);
 
-// Each case with both optimizers on two ranks, and with one of them at other sizes and over sockets.
+struct Run {
+  const char* model;
+  int micros;
+  double clip;
+  bool adaptive;  // AdamW; otherwise SGD
+};
+
+// Any two of a model, a number of micro-batches, clipping and an optimizer occur together; on an odd number of ranks
+// each run has the other optimizer. A single rank, whose sums are its own, trains the smallest model only.
+std::vector<Run> runs() {
+  std::vector<Run> list{{"mlp", 1, 0, true},    {"mlp", 3, 0.5, false}, {"cnn", 3, 0, true},
+                        {"cnn", 1, 0.5, false}, {"gpt", 1, 0.5, true},  {"gpt", 3, 0, false}};
+  if (group().size() == 1) list.resize(2);
+  for (auto& run : list) run.adaptive = run.adaptive == (group().size() % 2 == 0);
+  return list;
+}
+
 TEST_P(Strategies, BEY18_every_bit_equals_ddp_after_20_steps) {
-  const bool both = group().size() == 2 && group().transport() == "host";
-  int number = group().size();
-  for (const double clip : {0.0, 0.5}) {
-    for (const auto* name : {"mlp", "cnn", "gpt"}) {
-      for (const int micros : {1, 3}) {
-        if (clip > 0 && micros > 1) continue;  // what is clipped is the same
-        SCOPED_TRACE(std::string(name) + ", micro-batches " + std::to_string(micros) + ", clip " +
-                     std::to_string(clip));
-        const bool adaptive = ++number % 2 == 0;
-        if (both || adaptive) {
-          expect_equal(train<FusedAdamW>(GetParam(), name, adamw, micros, clip),
-                       reference<FusedAdamW>(GetParam(), name, adamw, micros, clip));
-        }
-        if (both || !adaptive) {
-          expect_equal(train<torch::optim::SGD>(GetParam(), name, sgd, micros, clip),
-                       reference<torch::optim::SGD>(GetParam(), name, sgd, micros, clip));
-        }
-      }
+  for (const auto& [name, micros, clip, adaptive] : runs()) {
+    SCOPED_TRACE(std::string(name) + ", micro-batches " + std::to_string(micros) + ", clip " + std::to_string(clip));
+    if (adaptive) {
+      expect_equal(train<FusedAdamW>(GetParam(), name, adamw, micros, clip),
+                   reference<FusedAdamW>(GetParam(), name, adamw, micros, clip));
+    } else {
+      expect_equal(train<torch::optim::SGD>(GetParam(), name, sgd, micros, clip),
+                   reference<torch::optim::SGD>(GetParam(), name, sgd, micros, clip));
     }
   }
-  EXPECT_GT(difference(reference<torch::optim::SGD>("ddp", "gpt", sgd, 1, 0.5),
-                       reference<torch::optim::SGD>("ddp", "gpt", sgd, 1)),
+  EXPECT_GT(difference(reference<torch::optim::SGD>("ddp", "mlp", sgd, 3, 0.5),
+                       reference<torch::optim::SGD>("ddp", "mlp", sgd, 3)),
             1e-4)
       << "it does clip";
 }

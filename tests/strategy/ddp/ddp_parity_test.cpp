@@ -108,10 +108,8 @@ TEST(DdpParity, DDP02_mlp_equals_one_process_in_float64) {
 }
 
 TEST(DdpParity, DDP02_gpt_equals_one_process_in_float64) {
-  for (const int micros : {1, 3}) {
-    compare("gpt", "sgd_momentum", micros);
-    compare("gpt", "adamw", micros);
-  }
+  compare("gpt", "sgd_momentum", 3);
+  compare("gpt", "adamw", 1);
 }
 
 }  // namespace
