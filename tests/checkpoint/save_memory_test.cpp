@@ -19,8 +19,8 @@ namespace shoal::save_memory_test {
 namespace {
 
 constexpr double mebibyte = 1 << 20;
-constexpr int64_t rows = 6000;
-constexpr int64_t columns = 4000;  // 92 MiB of float32
+constexpr int64_t rows = 2400;
+constexpr int64_t columns = 4000;  // 37 MiB of int32: a quarter is more than all bounds below
 
 // MiB that `act` needs at its peak, beyond the present use.
 template <class Act>
