@@ -163,9 +163,15 @@ void train_decentralized_zoo(at::ScalarType dtype, int micros, bool views, doubl
   }
 }
 
+// Everything in pairs on 2 ranks. At other sizes float64, which shows most, has micro-batches, and float32 has none.
+bool in_turn(bool one, bool other) {
+  return group().size() == 2 || one == other;
+}
+
 TEST(DecentralizedZoo, BEY01_every_parameter) {
   for (const bool views : {true, false}) {
     for (const int micros : {1, 3}) {
+      if (!in_turn(views, micros == 3)) continue;
       train_decentralized_zoo(at::kDouble, micros, views, 1e-11);
       train_decentralized_zoo(at::kFloat, micros, views, 1e-5);
     }
@@ -176,6 +182,7 @@ class Zoo : public testing::TestWithParam<std::string> {};
 
 void train_under(const std::string& strategy, at::ScalarType dtype, double tolerance) {
   for (const int micros : {1, 3}) {
+    if (!in_turn(dtype == at::kDouble, micros == 3)) continue;
     auto training =
         Training<ZooImpl>::make<torch::optim::SGD>(strategy, std::make_shared<ZooImpl>(dtype), group(), defaults,
                                                    {.find_unused_parameters = true, .bucket_mb = 1e-4});
@@ -196,6 +203,7 @@ template <class Trained>
 void train_averaging() {
   for (const auto dtype : {at::kDouble, at::kFloat}) {
     for (const int micros : {1, 3}) {
+      if (!in_turn(dtype == at::kDouble, micros == 3)) continue;
       Trained training(dtype);
       train_zoo(training, dtype, micros, 1e-6);
     }
