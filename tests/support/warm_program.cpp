@@ -19,11 +19,15 @@ namespace {
 
 using Words = std::vector<std::string>;
 
+// Beginnings of variables that differ from rank to rank and from job to job.
+constexpr std::array later{"SHOAL_", "RANK=", "WORLD_SIZE=", "MASTER_ADDR=", "MASTER_PORT="};
+
 // What libraries may read when they are loaded.
 Words surroundings(const Words& variables) {
   Words read{std::filesystem::current_path()};
-  std::copy_if(variables.begin(), variables.end(), std::back_inserter(read),
-               [](const std::string& each) { return each.rfind("SHOAL_", 0) != 0; });
+  std::copy_if(variables.begin(), variables.end(), std::back_inserter(read), [](const std::string& each) {
+    return std::none_of(later.begin(), later.end(), [&](const char* name) { return each.rfind(name, 0) == 0; });
+  });
   std::sort(read.begin(), read.end());
   return read;
 }

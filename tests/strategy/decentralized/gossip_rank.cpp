@@ -14,6 +14,7 @@
 #include <csignal>
 #include <thread>
 
+#include "base/end_process.h"
 #include "shoal/decentralized.h"
 #include "shoal/error.h"
 #include "shoal/schedules.h"
@@ -115,7 +116,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   try {
     shoal::train(argv[1], std::stoi(argv[2]), argv[3], argv[4]);
-    return 0;
+    shoal::end_process(0);
   } catch (const shoal::Error& error) {
     fmt::print("error: {}\n", error.what());
     std::fflush(nullptr);

@@ -17,6 +17,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "base/end_process.h"
 #include "shoal/ddp.h"
 #include "shoal/error.h"
 #include "shoal/world.h"
@@ -142,7 +143,7 @@ int main(int argc, char** argv) {
     }
     shoal::train(argv[1], std::stoi(argv[2]), argc > 3 ? argv[3] : "auto", argc > 4 ? std::stoi(argv[4]) : 10);
     fmt::print("trained\n");
-    return 0;
+    shoal::end_process(0);
   } catch (const shoal::Error& error) {
     fmt::print("error: {}\n", error.what());
     std::fflush(nullptr);

@@ -9,11 +9,16 @@
 #include "shoal/error.h"
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
+#include "tests/support/warm_program.h"
 
 namespace shoal::test {
 namespace {
 
 using ::testing::HasSubstr;
+
+#ifdef WARM_START
+const bool warmed = (warm_up(FAULT_RANK, WARM_START), true);
+#endif
 
 constexpr int victim = 1;
 
@@ -109,8 +114,9 @@ TEST_P(Flights, a_step_that_was_given_up_is_a_remark) {
   EXPECT_EQ(sentences[1], "rank 1 gave up step 3");
 }
 
-INSTANTIATE_TEST_SUITE_P(, Flights, ::testing::Values("host", "tcp", "gloo"),
-                         [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Host, Flights, ::testing::Values("host"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Tcp, Flights, ::testing::Values("tcp"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Gloo, Flights, ::testing::Values("gloo"), [](const auto& info) { return info.param; });
 
 // Records of a run without faults: one per collective, all finished, in the order of their numbers.
 TEST(Flight, every_operation_begins_and_ends) {
