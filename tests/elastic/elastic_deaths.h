@@ -66,7 +66,6 @@ inline void die_at(int ranks, const std::vector<Death>& deaths, int epochs = 1, 
   std::vector<int> victims;
   for (const auto& death : deaths) {
     victims.push_back(death.rank);
-    if (trained.sharding == Sharding::none && death.signal == SIGKILL) continue;
     if (death.moment == Moment::on_notice) continue;  // it may notice it elsewhere
     EXPECT_TRUE(WIFSIGNALED(ended[death.rank].status)) << "rank " << death.rank << " did not come to its end";
   }

@@ -36,9 +36,14 @@ const std::vector<Trained> gossips{
     {.sharding = Sharding::gossip, .optimizer = "lamb"}};
 
 TEST_F(ElasticGossip, ELA12_without_deaths_the_state_is_that_of_one_process) {
+  const std::vector<std::vector<int>> divisions{{2, 2}, {1, 1, 1}, {3}};
+  size_t left_out = 0;
   for (const auto& trained : gossips) {
     SCOPED_TRACE(name_of(trained));
-    for (const auto& hosts : {std::vector{2, 2}, {1, 1, 1}, {3}}) test::die_on_hosts({hosts, "auto"}, {}, trained);
+    for (const size_t more : {1, 2}) {
+      test::die_on_hosts({divisions[(left_out + more) % divisions.size()], "auto"}, {}, trained);
+    }
+    ++left_out;
   }
 }
 
@@ -51,7 +56,7 @@ TEST_F(ElasticGossip, ELA12_ranks_of_one_host_end_one_after_the_other) {
   for (const auto& trained : gossips) {
     SCOPED_TRACE(name_of(trained));
     test::die_on_hosts({{3, 3}, "auto"},
-                       {{4, Moment::spoilt_update, 3}, {3, Moment::in_backward, 6}, {5, Moment::before_update, 9}},
+                       {{4, Moment::spoilt_update, 3}, {3, Moment::in_backward, 4}, {5, Moment::before_update, 5}},
                        trained);
   }
 }

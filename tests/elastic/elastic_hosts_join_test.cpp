@@ -33,7 +33,7 @@ const std::vector<Trained> by_host{
 
 // 4, 3, 4, 2 and 6 ranks: one is lost, one comes in its place, a whole host is lost, and another one comes with four.
 void change_hosts(const std::string& transport, const Trained& trained = {}) {
-  constexpr int epochs = 6;
+  constexpr int epochs = 4;
   const test::SharedRecord record;
   record->last_step = 5;
   ForkedHosts hosts({2, 2, 0},
@@ -123,7 +123,7 @@ enum class Fault { newcomer_is_killed, host_of_the_newcomer_is_lost, member_is_k
 // One trial: a newcomer comes to three hosts, and something is killed at a random moment from its start or its knock
 // on.
 void join_with(Fault fault, int trial, std::mt19937& random) {
-  constexpr int epochs = 3;
+  constexpr int epochs = 5;
   const auto& sharded = trial % 4 == 1 ? by_host : fully_sharded;
   const auto& trained = trial % 4 == 0 ? Trained() : sharded[random() % sharded.size()];
   const bool may_be_tcp = trained.sharding == Sharding::none || trained.sharding == Sharding::fsdp ||

@@ -161,7 +161,7 @@ inline void expect_good(JoinJob& job, const std::vector<int>& members, const Rec
 }
 
 inline void change_from_4_to_3_to_4_to_2_to_6(const WorldOptions& options, const Trained& trained = {}) {
-  constexpr int epochs = 6;
+  constexpr int epochs = 4;
   const SharedRecord record;
   const auto body = [&](const World& world) { return train(world, *record, epochs, {}, {}, trained); };
   record->last_step = 5;

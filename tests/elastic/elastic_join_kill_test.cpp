@@ -19,7 +19,7 @@ enum class Fault { newcomer_is_killed, member_is_killed, newcomer_is_stopped };
 
 // One trial: a newcomer comes, and something happens to it or a member at a random moment from its start on.
 void join_with(Fault fault, int trial, std::mt19937& random) {
-  constexpr int epochs = 3;
+  constexpr int epochs = 5;
   const auto trained =
       trial % 3 == 0 ? test::Trained() : test::sharded[static_cast<size_t>(trial) % test::sharded.size()];
   SCOPED_TRACE(test::name_of(trained));
@@ -78,11 +78,11 @@ void join_often_with(Fault fault, int trials) {
 }
 
 TEST(ElasticJoin, ELA06_a_newcomer_is_killed_at_random_moments) {
-  join_often_with(Fault::newcomer_is_killed, number_of("SHOAL_KILLS", 10));
+  join_often_with(Fault::newcomer_is_killed, number_of("SHOAL_KILLS", 8));
 }
 
 TEST(ElasticJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
-  join_often_with(Fault::member_is_killed, number_of("SHOAL_KILLS", 10));
+  join_often_with(Fault::member_is_killed, number_of("SHOAL_KILLS", 8));
 }
 
 // Rank 1 is stopped within the collective call of an admission, to which it has given its part. Rank 0 admits the

@@ -43,7 +43,7 @@ std::vector<LocalMethod> methods() {
           {{.every = 3, .outer = OuterNesterov{}, .warmup_steps = 4}}};
 }
 
-constexpr int most_wide_steps = 30;
+constexpr int most_wide_steps = 20;
 
 std::string name_of(const LocalMethod& how) {
   const auto& options = how.options;
@@ -97,8 +97,9 @@ void die_at(int ranks, const std::vector<Death>& deaths, const LocalMethod& how,
 }
 
 TEST(ElasticLocal, ELA12_without_deaths_the_state_is_that_of_one_process) {
+  int fewer = 0;
   for (const auto& how : methods()) {
-    for (const int ranks : {1, 2, 3}) {
+    for (const int ranks : {1 + fewer++ % 2, 3}) {
       SCOPED_TRACE(fmt::format("{}, {} ranks", name_of(how), ranks));
       die_at(ranks, {}, how);
     }
@@ -107,10 +108,13 @@ TEST(ElasticLocal, ELA12_without_deaths_the_state_is_that_of_one_process) {
 
 // In three steps after one another, with an exchange or without one; with a warm-up, the last ones of it.
 TEST(ElasticLocal, ELA12_a_rank_ends_at_each_moment_of_a_step) {
+  // Methods differ in their update; they share the moments before it and behind it among them.
+  const std::vector<Moment> alike{Moment::before_forward, Moment::in_backward, Moment::between_steps};
   int number = 0;
+  size_t next = 0;
   for (const auto& how : methods()) {
-    for (const auto moment : {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update,
-                              Moment::after_update, Moment::between_steps, Moment::evaluation}) {
+    for (const auto moment : {Moment::before_commit, Moment::before_update, Moment::after_update, Moment::evaluation,
+                              alike[next++ % alike.size()]}) {
       const int victim = number++ % 3;
       const int first = how.options.warmup_steps > 0 ? 2 : 4;
       SCOPED_TRACE(fmt::format("{}, moment {}, rank {}", name_of(how), static_cast<int>(moment), victim));
@@ -194,7 +198,7 @@ TEST(ElasticLocal, ELA12_ranks_end_at_random_moments) {
   std::mt19937 random(static_cast<unsigned>(seed));
   const auto all = methods();
   test::Kills kills;
-  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 14) && !testing::Test::HasFailure(); ++trial) {
+  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 8) && !testing::Test::HasFailure(); ++trial) {
     const int ranks = 2 + static_cast<int>(random() % 3);
     std::vector<int> victims(ranks);
     std::iota(victims.begin(), victims.end(), 0);
@@ -273,7 +277,7 @@ std::vector<int> ranks_in(double mean, int ranks) {
 TEST(ElasticLocal, ELA12_ranks_end_in_an_exchange) {
   constexpr int ranks = 4;
   std::mt19937 random(static_cast<unsigned>(test::number_of("SHOAL_SEED", 1)));
-  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 8) && !testing::Test::HasFailure(); ++trial) {
+  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 4) && !testing::Test::HasFailure(); ++trial) {
     const int victim = static_cast<int>(random() % ranks);
     const auto pause = static_cast<useconds_t>(random() % 60'000);
     SCOPED_TRACE(fmt::format("trial {}: rank {} after {} us", trial, victim, pause));

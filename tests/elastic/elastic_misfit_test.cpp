@@ -67,7 +67,7 @@ std::vector<Misfit> misfits() {
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
                     return elastic(world, parts, optimizer);
                   }});
-  list.push_back({"sampler: 203 samples, seed 4", [=](const World& world) {
+  list.push_back({"sampler: 127 samples, seed 4", [=](const World& world) {
                     JoinParts parts(world);
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
                     return elastic(world, parts, optimizer, {.seed = 4});

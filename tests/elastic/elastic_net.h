@@ -44,10 +44,10 @@ struct Net : torch::nn::Module {
 
 inline at::Tensor inputs_of(const std::vector<size_t>& samples) {
   auto x = at::empty({static_cast<int64_t>(samples.size()), 4});
-  for (size_t i = 0; i < samples.size(); ++i) {
-    for (int j = 0; j < 4; ++j) {
-      x[static_cast<int64_t>(i)][j] = static_cast<double>((samples[i] * 37 + j * 11) % 101) / 50 - 1;
-    }
+  auto* next = x.mutable_data_ptr<float>();
+  for (const auto sample : samples) {
+    for (size_t j = 0; j < 4; ++j)
+      *next++ = static_cast<float>(static_cast<double>((sample * 37 + j * 11) % 101) / 50 - 1);
   }
   return x;
 }

@@ -37,7 +37,7 @@ namespace shoal::test {
 constexpr int most_ranks = 6;
 constexpr int most_members = 16;  // processes in the life of a job
 constexpr int most_entries = 1000;
-constexpr size_t samples_of_epoch = 203;  // no multiple of anything
+constexpr size_t samples_of_epoch = 127;  // no multiple of anything
 constexpr size_t batch_size = 4;
 
 // What a rank did: began to compute a step, or saw it complete.

@@ -19,7 +19,7 @@ int main(int argc, char** argv) {
   model->to(at::kDouble);
   shoal::DistributedDataParallel parallel(model, world.group());
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
-  shoal::DistributedSampler sampler(240, world.group());
+  shoal::DistributedSampler sampler(96, world.group());
   shoal::Elastic elastic(world, parallel, optimizer, sampler,
                          {.keep_global_batch = 48, .batch_slices = 12, .metrics = metrics});
   for (size_t epoch = elastic.first_epoch(); epoch < epochs; ++epoch) {
@@ -38,7 +38,7 @@ int main(int argc, char** argv) {
       }
     }
     if (world.rank() == 0) std::printf("epoch %zu on %d rank(s)\n", epoch, world.size());
-    usleep(40'000);  // so that the job does not end before ranks have come, on a quiet machine
+    usleep(60'000);  // so that the job does not end before ranks have come, on a quiet machine
     std::fflush(stdout);
   }
   double norm = 0;

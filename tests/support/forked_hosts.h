@@ -116,7 +116,7 @@ class ForkedHosts {
     bool overdue = false;
     while (!all_ended()) {
       if (std::chrono::steady_clock::now() > end && !std::exchange(overdue, true)) kill_all();
-      usleep(1000);
+      usleep(5000);
     }
     std::vector<RankEnded> ended(static_cast<size_t>(processes_));
     for (int rank = 0; rank < processes_; ++rank) {
@@ -169,7 +169,7 @@ class ForkedHosts {
         if (numbers[local] < ranks_ || one.part == Part::comes) store.report_end(numbers[local]);
         --living;
       }
-      usleep(1000);
+      usleep(2000);
     }
     store.leave();
     while (!store.may_end()) usleep(1000);
