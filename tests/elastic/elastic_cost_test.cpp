@@ -40,7 +40,7 @@ struct Cost {
   int64_t pages = 0;  // bytes of all ranks after them, by the kernel's count
 };
 
-constexpr int measured_steps = 8;
+constexpr int measured_steps = 4;
 
 std::string measure(const World& world, const std::string& strategy, bool elastic) {
   alarm(120);
