@@ -113,13 +113,15 @@ class Test:
 
     def language_model(self):
         folder = self.folder("runs")
-        whole = self.launch("language_model", LICENCES, folder / "whole", 21)
-        self.launch("language_model", LICENCES, folder / "stopped", 21, 8)
-        resumed = self.launch("language_model", LICENCES, folder / "stopped", 21)
-        check("resumed at step 8" in resumed, "the second run resumes")
-        losses = [re.findall(r"step (\d+): loss ([\d.]+)", output) for output in (whole, resumed)]
-        check(losses[0][-2:] == losses[1][-2:], f"a resumed run equals one without a stop: {losses}")
-        check(float(losses[0][-1][1]) < 3.5, f"a loss below 3.5: {losses[0][-1]}")
+        whole = self.launch("language_model", LICENCES, folder / "whole", 12)
+        self.launch("language_model", LICENCES, folder / "stopped", 12, 5)
+        resumed = self.launch("language_model", LICENCES, folder / "stopped", 12)
+        check("resumed at step 5" in resumed, "the second run resumes")
+        # The last loss, and a sample, which depends on all parameters and on the state of the generator.
+        ends = [output[output.index("step 12: loss"):] for output in (whole, resumed)]
+        check(ends[0] == ends[1], f"a resumed run equals one without a stop: {ends}")
+        loss = numbers(r"loss ([\d.]+)", ends[0])[0]
+        check(loss < 3.7, f"a loss below 3.7, which is 5.5 at first: {loss}")
         check(len(whole) > 400 and "The licens" in whole, "a sample at the end")
 
     def finetuning(self):
