@@ -40,7 +40,8 @@ at::Tensor FusedAdagrad::step(LossClosure closure) {
     for (const auto& [parameter, gradient] : run.updates) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      require_shape(static_cast<AdagradParamState&>(*found->second).sum(), "sum", parameter, "FusedAdagrad");
+      const auto& state = state_as<AdagradParamState>(*this, parameter, *found->second);
+      require_shape(state.sum(), "sum", parameter, "FusedAdagrad");
     }
   }
   for (const auto& [group, updates] : runs) {

@@ -33,13 +33,13 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
   return static_cast<State&>(*slot);
 }
 
-// UsageError, before anything has changed, for state that does not fit, and for state that was made without amsgrad and
-// lacks what it needs.
+// UsageError, before anything has changed, for state of another class, for state that does not fit, and for state that
+// was made without amsgrad and lacks what it needs.
 template <class State>
 void require_fit(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, bool amsgrad, const char* name) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
   if (found == optimizer.state().end()) return;
-  auto& state = static_cast<State&>(*found->second);
+  const auto& state = state_as<State>(optimizer, parameter, *found->second);
   require_shape(state.exp_avg(), "exp_avg", parameter, name);
   require_shape(state.exp_avg_sq(), "exp_avg_sq", parameter, name);
   if (!amsgrad) return;

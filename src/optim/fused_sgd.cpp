@@ -60,8 +60,8 @@ at::Tensor FusedSGD::step(LossClosure closure) {
     for (const auto& [parameter, gradient] : run.updates) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      require_shape(static_cast<SGDParamState&>(*found->second).momentum_buffer(), "momentum_buffer", parameter,
-                    "FusedSGD");
+      const auto& state = state_as<SGDParamState>(*this, parameter, *found->second);
+      require_shape(state.momentum_buffer(), "momentum_buffer", parameter, "FusedSGD");
     }
   }
   for (const auto& [group, updates] : runs) {

@@ -14,8 +14,8 @@ namespace {
 using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 
-// Registers the optimizer's state. The kinds of state themselves are registered already, and show which part keeps
-// them.
+// Registers the optimizer's state. The kinds of state themselves are registered already; of which a parameter's is, its
+// param group says.
 void know_state() {
   static const bool known = [] {
     detail::add_state_kind({
@@ -23,12 +23,7 @@ void know_state() {
             [](const torch::optim::Optimizer& of) { return dynamic_cast<const MuonWithAdamW*>(&of) != nullptr; },
         .matches = [](const torch::optim::OptimizerParamState&) { return false; },
         .read = {},
-        .make =
-            [](const NamedState& named, const std::string&) {
-              const std::vector<at::Tensor> any{at::empty({1, 1})};
-              return named.tensors.contains("momentum_buffer") ? make_state(Muon(any), named)
-                                                               : make_state(FusedAdamW(any), named);
-            },
+        .make = {},
     });
     return true;
   }();

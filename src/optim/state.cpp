@@ -144,11 +144,26 @@ std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer) 
   return all;
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim::Optimizer& of,
+std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim::Optimizer& of, size_t param_group,
                                                               const NamedState& named) {
+  if (dynamic_cast<const MuonWithAdamW*>(&of) != nullptr) {
+    const std::vector<at::Tensor> any{at::empty({1, 1})};
+    return param_group == 0 ? make_state(Muon(any), 0, named) : make_state(FusedAdamW(any), 0, named);
+  }
   const auto type = c10::demangle(typeid(of).name());
   const auto& kind = find_kind(type, [&](const detail::StateKind& candidate) { return candidate.is_kept_by(of); });
   return kind.make(named, type);
+}
+
+size_t param_group_of(const torch::optim::Optimizer& of, const void* parameter) {
+  const auto& groups = of.param_groups();
+  if (groups.size() == 1) return 0;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& one : groups[number].params()) {
+      if (one.unsafeGetTensorImpl() == parameter) return number;
+    }
+  }
+  return groups.size();
 }
 
 void complete_states(torch::optim::Optimizer& of) {

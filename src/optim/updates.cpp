@@ -1,8 +1,11 @@
 #include "optim/updates.h"
 
+#include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <typeinfo>
 #include <unordered_set>
 
 #include "shoal/error.h"
@@ -61,6 +64,23 @@ std::vector<UpdateRun> collect_aligned_updates(const torch::optim::Optimizer& of
     }
   }
   return runs;
+}
+
+void refuse_state(const torch::optim::Optimizer& of, const at::Tensor& parameter) {
+  const auto name = c10::demangle(typeid(of).name());
+  const auto& groups = of.param_groups();
+  std::string place = "a parameter";
+  for (size_t group = 0; group < groups.size(); ++group) {
+    const auto& all = groups[group].params();
+    const auto found = std::find_if(all.begin(), all.end(), [&](const auto& one) { return one.is_same(parameter); });
+    if (found == all.end()) continue;
+    place = fmt::format("parameter {} of param group {}", found - all.begin(), group);
+    break;
+  }
+  throw UsageError(
+      fmt::format("{}: the state of {} [{}] is that of another optimizer: take the one that it was made by, or begin "
+                  "with new state",
+                  name, place, fmt::join(parameter.sizes(), ", ")));
 }
 
 void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter,

@@ -1,5 +1,6 @@
 // Fused optimizers compared with libtorch's own, over many steps.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -9,6 +10,7 @@
 
 #include "shoal/error.h"
 #include "shoal/optim.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::fused_test {
 namespace {
@@ -185,6 +187,25 @@ TEST(Fused, sparse_gradients_and_gaps_in_memory_are_refused_before_anything_chan
   expect_refused<FusedAdam>(AdamOptions(0.1));
   expect_refused<FusedAdamW>(AdamWOptions(0.1));
   expect_refused<FusedAdagrad>(AdagradOptions(0.1));
+}
+
+template <class Fused, class Options>
+void expect_foreign_state_refused(const Options& options) {
+  auto first = at::ones({3}).requires_grad_(true), second = at::ones({2, 2}).requires_grad_(true);
+  for (auto* parameter : {&first, &second}) parameter->mutable_grad() = at::ones_like(*parameter);
+  Fused optimizer({first, second}, options);
+  optimizer.state()[second.unsafeGetTensorImpl()] =
+      std::make_unique<MuonParamState>(MuonParamState().momentum_buffer(at::zeros({2, 2})));
+  EXPECT_THAT(test::refusal([&] { optimizer.step(); }),
+              testing::HasSubstr("the state of parameter 1 of param group 0 [2, 2] is that of another optimizer"));
+  EXPECT_TRUE(first.equal(at::ones({3}))) << "a refused step has changed something";
+}
+
+TEST(Fused, state_of_another_class_is_refused_before_anything_changes) {
+  expect_foreign_state_refused<FusedSGD>(SGDOptions(0.1).momentum(0.9));
+  expect_foreign_state_refused<FusedAdam>(AdamOptions(0.1));
+  expect_foreign_state_refused<FusedAdamW>(AdamWOptions(0.1));
+  expect_foreign_state_refused<FusedAdagrad>(AdagradOptions(0.1));
 }
 
 // Module::to changes the parameters' dtype, but not the state.

@@ -54,7 +54,7 @@ void carry(const Options& options, const std::vector<std::string>& expected) {
   for (size_t i = 0; i < half.size(); ++i) {
     const auto named = named_state(*first.state().at(half[i].unsafeGetTensorImpl()));
     EXPECT_EQ(names(named), expected[std::min(i, expected.size() - 1)]);
-    auto made = make_state(second, named);
+    auto made = make_state(second, 0, named);
     const auto again = named_state(*made);
     EXPECT_EQ(again.numbers, named.numbers);
     for (const auto& [name, tensor] : named.tensors) EXPECT_TRUE(again.tensors.at(name).is_same(tensor)) << name;
@@ -93,7 +93,19 @@ TEST(NamedState, OSS07_carries_shoals_optimizers) {
   const Muon muon({at::ones({2, 2})});
   const auto named = named_state(MuonParamState().momentum_buffer(at::ones({2, 2})));
   EXPECT_EQ(names(named), "momentum_buffer ");
-  EXPECT_EQ(names(named_state(*make_state(muon, named))), "momentum_buffer ");
+  EXPECT_EQ(names(named_state(*make_state(muon, 0, named))), "momentum_buffer ");
+}
+
+// SGD's state has a field of the same name as Muon's.
+TEST(NamedState, the_param_group_says_whether_muon_or_adamw_keeps_a_state) {
+  const auto matrix = at::ones({2, 2}), bias = at::ones({3});
+  const MuonWithAdamW optimizer({OptimizerParamGroup({matrix}), OptimizerParamGroup({bias})});
+  const NamedState momentum{.tensors = {{"momentum_buffer", at::ones({3})}}, .numbers = {}};
+  const auto kept_of = [&](const at::Tensor& parameter) {
+    return make_state(optimizer, param_group_of(optimizer, parameter.unsafeGetTensorImpl()), momentum);
+  };
+  EXPECT_NE(dynamic_cast<MuonParamState*>(kept_of(matrix).get()), nullptr);
+  EXPECT_THAT(refusal([&] { kept_of(bias); }), HasSubstr("the state for shoal::FusedAdamW has no 'step'"));
 }
 
 TEST(NamedState, tensors_are_shared_not_copied) {
@@ -109,19 +121,20 @@ TEST(NamedState, missing_and_foreign_fields_are_named) {
   auto parameters = fresh();
   const Adam optimizer(parameters, AdamOptions(0.1));
   NamedState named{{{"exp_avg", at::ones(3)}, {"exp_avg_sq", at::ones(3)}}, {{"step", 4}}};
-  EXPECT_EQ(refusal([&] { make_state(optimizer, named); }), "nothing was refused");
+  EXPECT_EQ(refusal([&] { make_state(optimizer, 0, named); }), "nothing was refused");
   auto foreign = named;
   foreign.tensors["sum"] = at::ones(3);
-  EXPECT_THAT(refusal([&] { make_state(optimizer, foreign); }), AllOf(HasSubstr("'sum'"), HasSubstr("optim::Adam")));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, 0, foreign); }),
+              AllOf(HasSubstr("'sum'"), HasSubstr("optim::Adam"), HasSubstr("or with other options")));
   foreign = named;
   foreign.numbers["epoch"] = 1;
-  EXPECT_THAT(refusal([&] { make_state(optimizer, foreign); }), HasSubstr("'epoch'"));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, 0, foreign); }), HasSubstr("'epoch'"));
   auto lacking = named;
   lacking.tensors.erase("exp_avg");
-  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("has no 'exp_avg'"));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, 0, lacking); }), HasSubstr("has no 'exp_avg'"));
   lacking = named;
   lacking.numbers.clear();
-  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("has no 'step'"));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, 0, lacking); }), HasSubstr("has no 'step'"));
 }
 
 struct SignOptions : OptimizerCloneableOptions<SignOptions> {
@@ -150,13 +163,13 @@ TEST(NamedState, unknown_optimizers_are_refused_until_registered) {
   state.mean(at::ones(2));
   const NamedState named{{{"mean", state.mean()}}, {{"factor", 0.25}}};
   EXPECT_THAT(refusal([&] { named_state(state); }), AllOf(HasSubstr("SignParamState"), HasSubstr("register_state")));
-  EXPECT_THAT(refusal([&] { make_state(optimizer, named); }), AllOf(HasSubstr("Sign"), HasSubstr("register_state")));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, 0, named); }), AllOf(HasSubstr("Sign"), HasSubstr("register_state")));
   register_state<Sign, SignParamState>([](auto& of, auto& field) {
     field("mean", of.mean());
     field("factor", of.factor());
   });
   EXPECT_EQ(names(named_state(state)), "factor mean ");
-  EXPECT_EQ(static_cast<SignParamState&>(*make_state(optimizer, named)).factor(), 0.25);
+  EXPECT_EQ(static_cast<SignParamState&>(*make_state(optimizer, 0, named)).factor(), 0.25);
 }
 
 struct CountedParamState : AdamParamState {
@@ -173,8 +186,8 @@ TEST(NamedState, registered_classes_go_before_those_they_derive_from) {
   const Adam adam(fresh());
   EXPECT_EQ(names(named_state(CountedParamState())), "count ");
   EXPECT_EQ(names(named_state(AdamParamState())), "step ");
-  EXPECT_NO_THROW(make_state(counted, {{}, {{"count", 1}}}));
-  EXPECT_THROW(make_state(adam, {{}, {{"count", 1}}}), UsageError);
+  EXPECT_NO_THROW(make_state(counted, 0, {{}, {{"count", 1}}}));
+  EXPECT_THROW(make_state(adam, 0, {{}, {{"count", 1}}}), UsageError);
 }
 
 // An optimizer of a program's own: values that TorchScript gives a type of their own, and an archive within.

@@ -237,15 +237,15 @@ void TrainingLoader::check() const {
   if (!model_only()) check_trained();
 }
 
-TrainingLoader::FreshState TrainingLoader::made_state(const torch::optim::Optimizer& of, const std::string& parameter,
+TrainingLoader::FreshState TrainingLoader::made_state(const torch::optim::Optimizer& of, const StatePiece& piece,
                                                       const NamedState& state) const {
   try {
-    return make_state(of, state);
+    return make_state(of, param_group_of(of, piece.updated.unsafeGetTensorImpl()), state);
   } catch (const UsageError& error) {
     throw UsageError(
         fmt::format("{}: the optimizer state of {}: {}; take the optimizer that the checkpoint was saved with, or "
                     "set model_only to load the model alone",
-                    reader_.name(), parameter, error.what()));
+                    reader_.name(), piece.name, error.what()));
   }
 }
 
@@ -263,7 +263,7 @@ void TrainingLoader::read_optimizers() {
       const auto state = read_state(piece);
       const bool never_updated = state.tensors.empty() && state.numbers.empty();
       fresh_.emplace_back(std::pair(share.local, static_cast<void*>(piece.updated.unsafeGetTensorImpl())),
-                          never_updated ? nullptr : made_state(*share.local, piece.name, state));
+                          never_updated ? nullptr : made_state(*share.local, piece, state));
     }
   }
 }

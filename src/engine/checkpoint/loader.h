@@ -65,7 +65,7 @@ class TrainingLoader {
   at::Tensor read_field(const StatePiece& piece, const StoredState& stored, const std::string& field) const;
   NamedState read_state(const StatePiece& piece) const;
   // make_state() of the optimizer, whose errors name the checkpoint and the parameter.
-  FreshState made_state(const torch::optim::Optimizer& of, const std::string& parameter, const NamedState& state) const;
+  FreshState made_state(const torch::optim::Optimizer& of, const StatePiece& piece, const NamedState& state) const;
   std::map<std::string, double> numbers_of(const std::string& parameter) const;
   // Entry of rank 0's state, or of this rank's own state if ranks diverge.
   const nlohmann::json* shared_entry(const char* name) const;

@@ -51,8 +51,8 @@ GuardedUpdate::GuardedUpdate(const Group& group, UpdateTargets targets, torch::o
 void GuardedUpdate::take_state(size_t target) {
   const auto state = shared_.state(group_.rank(), target);
   if (!state) return;
-  const auto& values = shared_.targets()[static_cast<size_t>(group_.rank())][target].values;
-  local_.state()[values.unsafeGetTensorImpl()] = make_state(local_, *state);
+  const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())][target];
+  local_.state()[own.values.unsafeGetTensorImpl()] = make_state(local_, own.param_group, *state);
 }
 
 void GuardedUpdate::adopt(const HeldState& former) {
@@ -73,7 +73,7 @@ void GuardedUpdate::release(const HeldState& former, const std::vector<UpdateTar
     auto state = former.state_of(target);
     if (!state) continue;
     for (auto& [name, tensor] : state->tensors) tensor = tensor.clone();
-    local.state()[target.values.unsafeGetTensorImpl()] = make_state(local, *state);
+    local.state()[target.values.unsafeGetTensorImpl()] = make_state(local, target.param_group, *state);
   }
 }
 

@@ -177,7 +177,7 @@ void GuardedUpdate::step(int rank, const Chunk& chunk, const Prepared& all) {
   if (all.state) {
     auto state = *all.state;
     for (auto& [name, tensor] : state.tensors) tensor = part(rank, chunk, tensor);
-    local_.state()[piece.unsafeGetTensorImpl()] = make_state(local_, state);
+    local_.state()[piece.unsafeGetTensorImpl()] = make_state(local_, target(rank, chunk).param_group, state);
   }
   SingledOut(local_).step(target(rank, chunk).param_group, piece);
   keep_state(rank, chunk, piece);

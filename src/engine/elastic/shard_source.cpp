@@ -113,7 +113,7 @@ void read_shards(MemorySource& source, const std::vector<ShardSource::Shard>& sh
     }
     auto* key = target.values.unsafeGetTensorImpl();
     local.state().erase(key);
-    if (exists) local.state()[key] = make_state(local, state);
+    if (exists) local.state()[key] = make_state(local, target.param_group, state);
   }
 }
 

@@ -281,7 +281,8 @@ void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::O
     const auto main = part.tensors.extract(main_param);
     if (piece.main && !main.empty()) mains.emplace_back(&piece, main.mapped());
     const bool never_updated = part.tensors.empty() && part.numbers.empty();
-    fresh.emplace_back(piece.updated.unsafeGetTensorImpl(), never_updated ? nullptr : make_state(local, part));
+    auto* key = piece.updated.unsafeGetTensorImpl();
+    fresh.emplace_back(key, never_updated ? nullptr : make_state(local, param_group_of(local, key), part));
   }
   if (scaler && past_scaler) scaler->load(*past_scaler);  // throws before anything has changed
   warn_of_scaler(past_scaler.has_value(), scaler != nullptr);
