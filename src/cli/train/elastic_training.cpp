@@ -160,6 +160,10 @@ void Trainer::run_stage(Loop& loop, TrainResult& result) {
   }
   loop.log.clear_progress();
   bool done = true;
+  tolerate([&] {  // the last one may have failed
+    done = attempt([&] { checkpoints_.wait(); });
+  });
+  if (!done) return;
   tolerate(
       [&] { done = attempt([&] { bytes_.between(group_, [&] { checkpoints_.save_in_background(loop.number); }); }); });
   if (done) loop.stage = Stage::step;

@@ -206,6 +206,7 @@ void Trainer::train(Loop& loop, TrainResult& result) {
     }
     if (!saves || result.stopped) continue;
     loop.log.clear_progress();
+    tolerate([&] { meeting_->together([&](const Group&) { checkpoints_.wait(); }); });  // the last one may have failed
     tolerate([&] {
       meeting_->together([&](const Group& present) {
         bytes_.between(present, [&] { checkpoints_.save_in_background(loop.number); });
