@@ -10,6 +10,7 @@
 #include "base/printable.h"
 #include "cli/exit_code.h"
 #include "cli/train/earlier_run.h"
+#include "engine/checkpoint/training_state.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -33,6 +34,19 @@ std::vector<std::string> other_samples(const nlohmann::json& position, const Tra
   compare(seed_of_order, "--seed is", options.seed);
   if (samples) compare(samples_of_data, "samples of --data are", *samples);
   return lines;
+}
+
+// The checkpoint's step in the present number of steps per epoch, because ranks or batches may have changed.
+int64_t converted(const Loaded& loaded, const nlohmann::json& position, int64_t per_epoch) {
+  if (!position.is_object() || !position.contains(steps_per_epoch)) return loaded.step;
+  const auto& stored = position[steps_per_epoch];
+  const auto before = stored.is_number_integer() ? stored.get<int64_t>() : 0;
+  int64_t product = 0;
+  if (before > 0 && !__builtin_mul_overflow(loaded.step, per_epoch, &product)) return product / before;
+  throw UsageError(
+      fmt::format("--resume {}: step {} of {} steps per epoch, as its position says, cannot be: the position was not "
+                  "written by shoal train",
+                  loaded.path.string(), loaded.step, printable(stored.dump())));
 }
 
 }  // namespace
@@ -71,14 +85,9 @@ int64_t Checkpoints::resume(int64_t total_steps, LambdaLR* schedule, bool says) 
     return 0;
   }
   const auto& loaded = *found;
-  auto first = loaded.step;
   const auto position = nlohmann::json::parse(loaded.position, nullptr, /*allow_exceptions=*/false);
   const auto per_epoch = feed_.steps_per_epoch();
-  if (per_epoch && position.is_object()) {
-    // Converts the step to the new number of steps per epoch, because ranks or batches may have changed.
-    const auto before = position.value(steps_per_epoch, *per_epoch);
-    if (before > 0 && before != *per_epoch) first = first * *per_epoch / before;
-  }
+  const auto first = per_epoch ? converted(loaded, position, *per_epoch) : loaded.step;
   if (first >= total_steps && options_.resume_if_any) {
     if (says) {
       print_to_stderr("{}: this training of {} steps is done; for more, give more steps or epochs\n",
@@ -91,8 +100,9 @@ int64_t Checkpoints::resume(int64_t total_steps, LambdaLR* schedule, bool says) 
         "--resume {}: the checkpoint is from step {}, but training ends after step {}; give more steps or epochs",
         loaded.path.string(), first, total_steps));
   }
-  // The schedule's own count is in steps of the ranks that it began with.
+  // The schedules' own counts are in steps of the ranks that they began with.
   if (schedule != nullptr) schedule->set_position(first);
+  set_own_schedules(*state_, first);
   if (says) {
     print_to_stderr("going on after step {} of {}{}\n", first, loaded.path.string(),
                     loaded.exact ? "" : fmt::format(" ({} at {} ranks)", printable(loaded.strategy), loaded.ranks));

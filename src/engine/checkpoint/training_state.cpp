@@ -14,6 +14,7 @@
 #include "engine/checkpoint/loader.h"
 #include "engine/checkpoint/names.h"
 #include "engine/checkpoint/resized_buffers.h"
+#include "engine/checkpoint/schedule.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -136,6 +137,10 @@ void save_async(const std::filesystem::path& run, TrainingState& training, const
   require_saveable(*training.state().source, options);
   auto& saver = training.state().saver_for(run, options);
   saver.save_async(training.state().contents(options));
+}
+
+void set_own_schedules(TrainingState& training, int64_t steps) {
+  for (auto* schedule : training.state().source->view().schedules) set_steps(*schedule, steps);
 }
 
 Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Companions& companions,

@@ -32,6 +32,9 @@ struct TrainingState::State {
   }
 };
 
+// Sets the strategy's own schedules, of which the program has none, to so many steps, as a load does.
+void set_own_schedules(TrainingState& training, int64_t steps);
+
 // Runs work, which does not communicate except by reading, on every rank; if it throws on some of them, throws on all.
 using Together = std::function<void(const std::function<void()>& work)>;
 
