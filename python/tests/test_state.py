@@ -177,7 +177,7 @@ class Counts(torch.optim.SGD):
             for parameter in group["params"]:
                 entry = self.state[parameter]
                 entry["tokens"] = entry.get("tokens", 2**24) + 1
-                entry["mean"], entry["warm"] = 0.1, True
+                entry["best"], entry["mean"], entry["warm"] = float("inf"), 0.1, True
                 assert type(entry["tokens"]) is int, entry
         return super().step(closure)
 
@@ -196,7 +196,7 @@ def test_PY06_numbers_of_a_state_keep_their_kinds():
 
         state = step(*make())
         entry = {key: value for key, value in state["state"][0].items() if key != "momentum_buffer"}
-        assert repr(entry) == "{'mean': 0.1, 'tokens': 16777217, 'warm': True}", entry
+        assert repr(entry) == "{'best': inf, 'mean': 0.1, 'tokens': 16777217, 'warm': True}", entry
         net, optimizer = make()
         optimizer.load_state_dict(state)
         assert step(net, optimizer)["state"][0]["tokens"] == 2**24 + 2

@@ -81,7 +81,7 @@ std::string Admission::state_text(const Position& position, bool with_shards) co
   if (with_shards) {
     auto& states = json["state"] = Json::array();
     parts_.visit_state([&](const std::string& name, const NamedState& state) {
-      Json one{{"name", name}, {"numbers", state.numbers}, {"tensors", Json::object()}};
+      Json one{{"name", name}, {"numbers", json_numbers(state.numbers)}, {"tensors", Json::object()}};
       for (const auto& [field, tensor] : state.tensors) {
         one["tensors"][field] = {static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()};
       }
@@ -115,7 +115,7 @@ void Admission::take_state(const Json& states, const Group& group, int from) con
   OptimizerState whole;
   for (const auto& one : states) {  // in the order in which they are sent
     auto& state = whole[one.at("name").get<std::string>()];
-    state.numbers = one.at("numbers").get<std::map<std::string, double>>();
+    state.numbers = numbers_from(one.at("numbers"));
     for (const auto& [field, like] : one.at("tensors").items()) {
       const auto dtype = static_cast<at::ScalarType>(like.at(0).get<int>());
       auto values = at::empty(like.at(1).get<std::vector<int64_t>>(), at::TensorOptions(dtype));

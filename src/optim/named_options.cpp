@@ -142,6 +142,21 @@ std::optional<double> number_from(const Json& value) {
   return name == "nan" ? std::optional(std::numeric_limits<double>::quiet_NaN()) : std::nullopt;
 }
 
+Json json_numbers(const std::map<std::string, double>& numbers) {
+  auto values = Json::object();
+  for (const auto& [name, number] : numbers) values[name] = json_number(number);
+  return values;
+}
+
+std::map<std::string, double> numbers_from(const Json& values) {
+  std::map<std::string, double> numbers;
+  for (const auto& [name, value] : values.get_ref<const Json::object_t&>()) {
+    const auto number = number_from(value);
+    numbers[name] = number ? *number : value.get<double>();  // throws
+  }
+  return numbers;
+}
+
 std::string type_of(const OptimizerOptions& options) {
   if (const auto* other = dynamic_cast<const OptionsOfType*>(&options)) return other->type();
   return c10::demangle(typeid(options).name());

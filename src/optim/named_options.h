@@ -3,6 +3,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -19,6 +20,10 @@ class OptionsOfType {
 // A number as JSON, which has no infinity and no NaN: those become objects. number_from: nothing for what is none.
 nlohmann::json json_number(double number);
 std::optional<double> number_from(const nlohmann::json& value);
+
+// The same of numbers by name. numbers_from: nlohmann::json::exception for what is none.
+nlohmann::json json_numbers(const std::map<std::string, double>& numbers);
+std::map<std::string, double> numbers_from(const nlohmann::json& values);
 
 // "torch::optim::AdamWOptions"; OptionsOfType say what they stand for.
 std::string type_of(const torch::optim::OptimizerOptions& options);

@@ -70,12 +70,7 @@ std::map<std::string, double> TrainingLoader::numbers_of(const std::string& para
     const auto find = [&](const Json& state) -> std::map<std::string, double> {
       const auto entry = state.find(names::numbers);
       if (entry == state.end() || !entry->contains(parameter)) return {};
-      std::map<std::string, double> numbers;
-      for (const auto& [field, stored] : entry->at(parameter).items()) {
-        const auto number = number_from(stored);
-        numbers[field] = number ? *number : stored.get<double>();  // throws
-      }
-      return numbers;
+      return numbers_from(entry->at(parameter));
     };
     const auto& ranks = reader_.index().rank_states;
     if (own_.contains(parameter)) return find(ranks.at(rank_));

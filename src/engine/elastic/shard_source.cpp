@@ -13,6 +13,7 @@
 #include "comm/group/text.h"
 #include "engine/changes/changed_values.h"
 #include "memory/views.h"
+#include "optim/named_options.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -109,7 +110,7 @@ void read_shards(MemorySource& source, const std::vector<ShardSource::Shard>& sh
       const auto& numbers = rank.at("numbers");
       if (!numbers.contains(shard.name)) continue;
       exists = true;
-      state.numbers = numbers.at(shard.name).get<std::map<std::string, double>>();
+      state.numbers = numbers_from(numbers.at(shard.name));
     }
     auto* key = target.values.unsafeGetTensorImpl();
     local.state().erase(key);
@@ -166,7 +167,7 @@ CheckpointContents ShardSource::contents() const {
   for (const auto& shard : shards_) {
     contents.slices.push_back(slice_of(values_field, shard, shard.target.values));
     if (!shard.state) continue;
-    numbers[shard.name] = shard.state->numbers;
+    numbers[shard.name] = json_numbers(shard.state->numbers);
     for (const auto& [field, tensor] : shard.state->tensors) contents.slices.push_back(slice_of(field, shard, tensor));
   }
   return contents;

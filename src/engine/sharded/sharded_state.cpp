@@ -12,6 +12,7 @@
 #include "comm/group/text.h"
 #include "comm/store/warn.h"
 #include "module/walk.h"
+#include "optim/named_options.h"
 #include "optim/state.h"
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/error.h"
@@ -33,10 +34,9 @@ NamedState own_state(const StatePiece& piece, const torch::optim::Optimizer& loc
 
 Json describe(const NamedState& named) {
   Json tensors = Json::object();
-  for (const auto& [name, tensor] : named.tensors) {
+  for (const auto& [name, tensor] : named.tensors)
     tensors[name] = {{"dtype", static_cast<int>(tensor.scalar_type())}, {"shape", tensor.sizes().vec()}};
-  }
-  return {{"tensors", tensors}, {"numbers", named.numbers}};
+  return {{"tensors", tensors}, {"numbers", json_numbers(named.numbers)}};
 }
 
 // What the owners keep of all pieces, in their order.
@@ -144,8 +144,7 @@ void gather_piece(const Group& group, const StatePiece& piece, const Json& about
       keep_part(sent.list[i].name, parts[i], parts.size() == 1, piece, *whole);
     }
   }
-  if (whole == nullptr) return;
-  for (const auto& [name, number] : about["numbers"].items()) whole->numbers[name] = number;
+  if (whole != nullptr) whole->numbers = numbers_from(about["numbers"]);
 }
 
 void check_names(const std::vector<StatePiece>& pieces, const OptimizerState& state) {

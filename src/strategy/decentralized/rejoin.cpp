@@ -5,6 +5,7 @@
 #include <torch/utils.h>
 
 #include "comm/group/text.h"
+#include "optim/named_options.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/decentralized/state.h"
@@ -34,7 +35,7 @@ Json describe(const OptimizerState& whole, std::vector<at::Tensor>& tensors) {
       shapes[name] = {{"dtype", static_cast<int>(tensor.scalar_type())}, {"sizes", tensor.sizes().vec()}};
       tensors.push_back(tensor);
     }
-    text[parameter] = {{"numbers", named.numbers}, {"tensors", std::move(shapes)}};
+    text[parameter] = {{"numbers", json_numbers(named.numbers)}, {"tensors", std::move(shapes)}};
   }
   return text;
 }
@@ -44,7 +45,7 @@ OptimizerState room_for(const Json& text, std::vector<at::Tensor>& tensors) {
   OptimizerState whole;
   for (const auto& [parameter, named] : text.items()) {
     auto& state = whole[parameter];
-    state.numbers = named.at("numbers").get<std::map<std::string, double>>();
+    state.numbers = numbers_from(named.at("numbers"));
     for (const auto& [name, shape] : named.at("tensors").items()) {
       state.tensors[name] = at::empty(shape.at("sizes").get<std::vector<int64_t>>(),
                                       static_cast<at::ScalarType>(shape.at("dtype").get<int>()));
