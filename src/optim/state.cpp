@@ -106,7 +106,8 @@ void StateWriter::finish() const {
     for (const auto& [name, value] : fields) {
       if (!used_.contains(name)) {
         throw UsageError(
-            fmt::format("the state has '{}', which is not part of the state of {}; it belongs to another optimizer",
+            fmt::format("the state has '{}', which is not part of the state of {}; it was saved by another optimizer, "
+                        "or with other options",
                         name, optimizer_));
       }
     }

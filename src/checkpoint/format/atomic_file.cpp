@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -60,8 +61,12 @@ void remove_leftovers_of(const std::filesystem::path& path) {
 AtomicFile::AtomicFile(std::filesystem::path path)
     : path_(std::move(path)), temporary_(path_.parent_path() / fmt::format("{}{}", beginning_of(path_), getpid())) {
   remove_leftovers_of(path_);
-  fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, 0644);
+  struct stat replaced {};
+  const bool replaces = stat(path_.c_str(), &replaced) == 0 && S_ISREG(replaced.st_mode);
+  const mode_t mode = replaces ? replaced.st_mode & 0777 : 0644;
+  fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, mode);
   if (fd_ < 0) fail("create");
+  if (replaces && fchmod(fd_, mode) != 0) fail("set the permissions of");  // of which umask may have taken some
 }
 
 AtomicFile::~AtomicFile() {

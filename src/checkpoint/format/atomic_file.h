@@ -14,6 +14,7 @@ namespace shoal {
 // NAME by processes of this host that were killed. Errors are CheckpointErrors with file and reason.
 class AtomicFile {
  public:
+  // The file gets the permissions of the one that it replaces.
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/printable.h"
 #include "optim/named_options.h"
 #include "shoal/error.h"
 
@@ -142,7 +143,7 @@ void OptionsLoader::require_kin() const {
     throw UsageError(
         fmt::format("{} has {}, and the checkpoint's state is that of an optimizer with {}: take the same "
                     "optimizer, or set model_only",
-                    match.name, here, there));
+                    match.name, here, printable(there)));
   }
 }
 
@@ -168,15 +169,15 @@ std::vector<std::string> OptionsLoader::differences() const {
     if (!same_kind(*match.group, *match.stored)) {
       list.push_back(fmt::format("{}: it has {}, in the checkpoint {}; no more than the learning rate is taken",
                                  match.name, type_of(match.group->options()),
-                                 match.stored->at(type_entry).get<std::string>()));
+                                 printable(match.stored->at(type_entry).get<std::string>())));
       continue;
     }
     const auto here = named_options(match.group->options());
     const auto& there = match.stored->at(options_entry);
     for (const auto& [name, value] : there.items()) {
       if (here.contains(name) && here[name] == value) continue;
-      list.push_back(fmt::format("{}: {} is {}, in the checkpoint {}", match.name, name,
-                                 here.contains(name) ? here[name].dump() : "unknown", value.dump()));
+      list.push_back(fmt::format("{}: {} is {}, in the checkpoint {}", match.name, printable(name),
+                                 here.contains(name) ? here[name].dump() : "unknown", printable(value.dump())));
     }
     for (const auto& [name, value] : here.items()) {
       if (there.contains(name)) continue;
