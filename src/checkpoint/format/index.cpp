@@ -192,6 +192,16 @@ std::string index_text(const CheckpointIndex& index) {
   return text + trailer(text);
 }
 
+void require_loadable(const std::string& text, const std::string& subject, int64_t longest) {
+  const auto bytes = static_cast<int64_t>(text.size());
+  if (bytes > longest) {
+    throw CheckpointError(
+        fmt::format("{} has {} bytes, {} at most: fewer tensors, fewer ranks that divide them, or a shorter position",
+                    subject, bytes, longest));
+  }
+  static_cast<void>(parse_index(text, index_limit(bytes), subject));
+}
+
 CheckpointIndex parse_index(std::string_view text, int64_t limit, const std::string& subject) {
   const auto end = trailer({}).size();
   const auto before = text.substr(0, text.size() - std::min(end, text.size()));
@@ -207,6 +217,7 @@ CheckpointIndex parse_index(std::string_view text, int64_t limit, const std::str
   fields.only({"format", "version", "library", "step", "strategy", "world_size", "files", "tensors", "state", "crc32"});
   CheckpointIndex index{
       .library = fields.text("library"), .step = fields.number("step"), .strategy = fields.text("strategy")};
+  index.checksum = fields.text("crc32");
   const JsonFields files(fields.object("files"), subject + ": files", refuse_as<CheckpointError>);
   for (const auto& [name, size] : fields.object("files").items()) {
     if (!is_plain_name(name)) throw CheckpointError(fmt::format("{}: {:.200} is not a plain file name", subject, name));

@@ -43,6 +43,7 @@ struct CheckpointIndex {
   std::map<std::string, StoredTensor> tensors{};
   nlohmann::json global_state = nlohmann::json::object();
   std::vector<nlohmann::json> rank_states{};  // by rank
+  std::string checksum{};                     // of the text that was parsed; empty: it was made otherwise
 };
 
 // Key of a slice in its file: the tensor's name if the slice is the whole tensor in row-major order (with the tensor's
@@ -60,6 +61,12 @@ bool is_part_name(const std::string& name);
 bool is_order(const std::vector<int64_t>& order, size_t dimensions);
 
 std::string index_text(const CheckpointIndex& index);
+
+// Bytes of an index's text that can be read again.
+constexpr int64_t longest_index = int64_t{1} << 30;
+// CheckpointError, which begins with `subject`, for the text of an index that a load would refuse.
+void require_loadable(const std::string& text, const std::string& subject, int64_t longest = longest_index);
+
 // Parses an index. CheckpointError, which begins with `subject`, for any departure from the format: overlapping or
 // missing slices, slices beyond their tensor, file names that are not plain, a wrong checksum of the index itself, and
 // so on. limit: bytes of memory that the index may take.

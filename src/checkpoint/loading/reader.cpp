@@ -4,6 +4,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 
 #include "base/input_file.h"
@@ -21,9 +22,8 @@ namespace {
 namespace fs = std::filesystem;
 
 CheckpointIndex read_index(const fs::path& folder) {
-  constexpr int64_t longest = 1LL << 30;
   const auto path = folder / index_name;
-  const auto text = read_text(path, longest, refuse_as<CheckpointError>);
+  const auto text = read_text(path, longest_index, refuse_as<CheckpointError>);
   auto index = parse_index(text, index_limit(static_cast<int64_t>(text.size())), path.string());
   for (const auto& [name, size] : index.files) {
     std::error_code error;
@@ -60,6 +60,13 @@ std::pair<fs::path, CheckpointIndex> open_path(const fs::path& path) {
   if (is_file(path / plain_name)) return {path, index_of_file(path / plain_name)};
   throw CheckpointError(
       fmt::format("{} has no {}, latest, {} or {}", path.string(), index_name, plain_name, sharded_name));
+}
+
+// The same number for the same index.
+double digest_of(const CheckpointIndex& index) {
+  auto text = index.checksum;
+  for (const auto& [name, size] : index.files) text += fmt::format("\n{} {}", name, size);
+  return static_cast<double>(std::hash<std::string>()(text) >> 11);  // as many bits as a double has
 }
 
 }  // namespace
@@ -144,6 +151,14 @@ CheckpointReader open_checkpoint(const Group& group, const fs::path& path, bool 
     reader.emplace(found, verify, /*whole_records=*/alone);
     if (verify && !alone) reader->check_records(group.rank(), group.size());
   });
+  const auto own = digest_of(reader->index());
+  const auto ends = group.all_reduce({own, -own}, ReduceOp::max, {-1, -1, "checkpoint"});
+  if (ends[0] != -ends[1]) {
+    throw CheckpointError(
+        fmt::format("{}: ranks have read different ones: another job is saving to it, or ranks have other files there "
+                    "(a relative path in another folder, a folder that is not shared)",
+                    found));
+  }
   return std::move(*reader);
 }
 

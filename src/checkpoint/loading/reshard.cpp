@@ -108,7 +108,9 @@ void write(const CheckpointReader& reader, CheckpointIndex& index, const fs::pat
     for (auto& slice : tensor.slices) files[slice.file].push_back({&tensor, &slice, slice_key(tensor, slice.range)});
   }
   for (auto& [name, parts] : files) index.files[name] = write_file(reader, folder / name, parts);
-  write_atomically(folder / index_name, index_text(index));
+  const auto text = index_text(index);
+  require_loadable(text, (folder / index_name).string());
+  write_atomically(folder / index_name, text);
 }
 
 // Allows what a save leaves behind or has locked.

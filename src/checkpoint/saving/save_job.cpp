@@ -241,8 +241,7 @@ void SaveJob::publish() {
   on_all_ranks(group_, subject, [&] {
     if (group_.rank() != 0) return;
     const auto text = index_text(make_index(reports));
-    static_cast<void>(
-        parse_index(text, index_limit(static_cast<int64_t>(text.size())), "its index"));  // as load() does
+    require_loadable(text, "its index");
     write_atomically(unfinished_ / index_name, text);
     shoal::publish(root_, unfinished_, step_);
   });
