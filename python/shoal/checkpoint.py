@@ -17,7 +17,7 @@ other than torch's (`random`, NumPy): save these in `position`, too. Errors are 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,15 @@ class TrainingState:
     def saving(self) -> bool:
         """Whether a background save is running."""
         return self._core.saving()
+
+    def _request(self, path: str | Path, options: dict[str, Any]) -> Callable[[], tuple[bytes, dict[str, Any]]]:
+        """What C++ calls first, and tells all ranks if it fails on one of them."""
+
+        def request() -> tuple[bytes, dict[str, Any]]:
+            self._before()
+            return _path(path), options
+
+        return request
 
     def _before(self) -> None:
         for mirror in self._mirrors:  # a forward may have replaced buffers since; what else has changed is a UsageError
@@ -176,8 +185,7 @@ def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
 
 def save(run: str | Path, training: TrainingState, **options: Any) -> None:
     """Saves to RUN/step-N. Options: step, position (text or bytes), keep_last, snapshot_mb. Collective."""
-    training._before()
-    training._core.save(_path(run), options)
+    training._core.save(training._request(run, options))
 
 
 def save_async(run: str | Path, training: TrainingState, **options: Any) -> None:
@@ -185,23 +193,20 @@ def save_async(run: str | Path, training: TrainingState, **options: Any) -> None
 
     The next save or wait() raises the error of one that has failed. Call wait() before the program ends: without it, no more than
     a warning tells of the last one."""
-    training._before()
-    training._core.save_async(_path(run), options)
+    training._core.save_async(training._request(run, options))
 
 
 def load(path: str | Path, training: TrainingState, **options: Any) -> Loaded:
     """Loads a checkpoint, the latest of a run, a safetensors file, or a .pt file. Options: partial, model_only, rates,
     options, verify. Collective."""
-    training._before()
-    loaded = training._core.load(_path(path), options)
+    loaded = training._core.load(training._request(path, options))
     training._after_loading()
     return _loaded(loaded, training._modules)
 
 
 def load_latest(run: str | Path, training: TrainingState, **options: Any) -> Loaded | None:
     """Loads the latest checkpoint of a run if it has one; None: it has none, and nothing has changed. Collective."""
-    training._before()
-    loaded = training._core.load_latest(_path(run), options)
+    loaded = training._core.load_latest(training._request(run, options))
     training._after_loading()
     return None if loaded is None else _loaded(loaded, training._modules)
 

@@ -138,13 +138,33 @@ def test_PY07_values_that_differ_after_a_load_are_named(tmp_path):
     on_ranks(run)
 
 
-def test_PY07_a_position_that_is_too_long_on_one_rank_is_told_to_all(tmp_path):
+def test_PY07_what_one_rank_alone_gives_wrongly_is_told_to_all(tmp_path):
     def run(rank):
         net = torch.nn.Linear(2, 1)
         model = shoal.nn.DistributedDataParallel(net)
-        state = shoal.checkpoint.TrainingState(model, torch.optim.SGD(net.parameters(), lr=0.1))
-        with pytest.raises(shoal.UsageError, match="position has 3000000 bytes, 2097152 at most"):
-            shoal.checkpoint.save(tmp_path / "run", state, position="x" * (3_000_000 if rank == 1 else 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        state = shoal.checkpoint.TrainingState(model, optimizer)
+
+        def refused(call, text, **options):
+            with pytest.raises(shoal.UsageError if rank == 0 else Exception, match=text) as error:
+                call(tmp_path / "run", state, **(options if rank == 1 else {}))
+            assert rank == 1 or str(error.value).startswith("rank 1: "), error.value
+
+        save, load = shoal.checkpoint.save, shoal.checkpoint.load
+        refused(save, "position has 3000000 bytes, 2097152 at most", position="x" * 3_000_000)
+        refused(save, "half a surrogate pair", position="\ud800")
+        refused(shoal.checkpoint.save_async, "step is 'one', a str", step="one")
+        refused(save, "save has no option stop", stop=1)
+        save(tmp_path / "run", state)
+        refused(load, "partial is 1, a int", partial=1)
+        refused(shoal.checkpoint.load_latest, "load has no option steps", steps=1)
+        if rank == 1:
+            optimizer.param_groups[0]["schedule"] = object()
+        refused(save, "the optimizer's option schedule is a object")
+        if rank == 1:
+            del optimizer.param_groups[0]["schedule"]
+            net.bias = torch.nn.Parameter(torch.ones(1))
+        refused(save, "bias")
 
     on_ranks(run)
 

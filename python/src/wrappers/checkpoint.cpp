@@ -1,5 +1,10 @@
 #include "shoal/checkpoint.h"
 
+#include <exception>
+#include <utility>
+
+#include "checkpoint/on_all_ranks.h"
+#include "engine/checkpoint/training_state.h"
 #include "shoal/ddp.h"
 #include "shoal/decentralized.h"
 #include "shoal/fsdp.h"
@@ -84,11 +89,69 @@ Held<Training> hold(std::shared_ptr<CheckpointSource> source, std::unique_ptr<Py
   return Held<Training>(new Training{std::move(optimizer), TrainingState(std::move(source))});
 }
 
+std::string in_words(const py::error_already_set& error) {
+  const auto name = py::str(error.type().attr("__name__")).cast<std::string>();
+  try {
+    const auto text = py::str(error.value()).attr("encode")("utf-8", "backslashreplace").cast<std::string>();
+    return error.matches(py::module_::import("shoal").attr("Error")) ? text : name + ": " + text;
+  } catch (const py::error_already_set&) {  // of a class that has no text
+    return name;
+  }
+}
+
+// Runs `work` on every rank of the training, which may call Python, and does not communicate. If it fails on some, all
+// of them raise: those their own error, and the others that of the lowest rank.
+template <class Work>
+void on_all_ranks_of(Training& training, const Work& work) {
+  std::exception_ptr own;
+  std::string failure;
+  try {
+    work();
+  } catch (const py::error_already_set& error) {
+    own = std::current_exception();
+    failure = in_words(error);
+  } catch (const std::exception& error) {
+    own = std::current_exception();
+    failure = error.what();
+  }
+  try {
+    unlocked([&] {
+      on_all_ranks(training.state.state().source->group(), "checkpoint", [&] {
+        if (own) throw UsageError(failure);
+      });
+    });
+  } catch (const CommError&) {
+    throw;
+  } catch (const UsageError&) {
+    if (own) std::rethrow_exception(own);
+    throw;
+  }
+}
+
+// request: returns the path and the options, after it has prepared the training; read: reads those options.
+template <class Read>
+auto prepared(Training& training, const py::function& request, const Read& read) {
+  std::pair<std::string, decltype(read(py::dict()))> taken;
+  on_all_ranks_of(training, [&] {
+    const auto given = request().cast<std::pair<py::bytes, py::dict>>();
+    taken = {std::string(given.first), read(given.second)};
+    if (training.optimizer) training.optimizer->read();
+  });
+  return taken;
+}
+
 template <class Save>
-void save_with(Training& training, const std::string& run, const py::dict& given, const Save& save) {
-  const auto options = save_options(given);
-  if (training.optimizer) training.optimizer->read();
-  unlocked([&] { save(run, training.state, options); });
+void save_with(Training& training, const py::function& request, const Save& save) {
+  const auto taken = prepared(training, request, save_options);
+  unlocked([&] { save(taken.first, training.state, taken.second); });
+}
+
+template <class Load>
+auto load_with(Training& training, const py::function& request, const Load& load) {
+  const auto taken = prepared(training, request, load_options);
+  auto loaded = unlocked([&] { return load(taken.first, training.state, taken.second); });
+  if (training.optimizer) training.optimizer->write();
+  return loaded;
 }
 
 }  // namespace
@@ -123,27 +186,20 @@ void bind_checkpoint(py::module_& module) {
         return hold(std::move(source), std::move(held));
       }))
       .def("save",
-           [](Training& training, const std::string& run, const py::dict& given) {
-             save_with(training, run, given, [](auto&&... all) { shoal::save(all...); });
+           [](Training& training, const py::function& request) {
+             save_with(training, request, [](auto&&... all) { shoal::save(all...); });
            })
       .def("save_async",
-           [](Training& training, const std::string& run, const py::dict& given) {
-             save_with(training, run, given, [](auto&&... all) { shoal::save_async(all...); });
+           [](Training& training, const py::function& request) {
+             save_with(training, request, [](auto&&... all) { shoal::save_async(all...); });
            })
       .def("load",
-           [](Training& training, const std::string& path, const py::dict& given) {
-             const auto options = load_options(given);
-             if (training.optimizer) training.optimizer->read();
-             const auto loaded = unlocked([&] { return shoal::load(path, training.state, options); });
-             if (training.optimizer) training.optimizer->write();
-             return to_dict(loaded);
+           [](Training& training, const py::function& request) {
+             return to_dict(load_with(training, request, [](auto&&... all) { return shoal::load(all...); }));
            })
       .def("load_latest",
-           [](Training& training, const std::string& run, const py::dict& given) -> py::object {
-             const auto options = load_options(given);
-             if (training.optimizer) training.optimizer->read();
-             const auto loaded = unlocked([&] { return shoal::load_latest(run, training.state, options); });
-             if (training.optimizer) training.optimizer->write();
+           [](Training& training, const py::function& request) -> py::object {
+             const auto loaded = load_with(training, request, [](auto&&... all) { return shoal::load_latest(all...); });
              return loaded ? py::object(to_dict(*loaded)) : py::none();
            })
       .def("wait", [](Training& training) { unlocked([&] { training.state.wait(); }); })
