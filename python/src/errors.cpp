@@ -1,4 +1,5 @@
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/called_by_pytorch.h"
@@ -20,6 +21,13 @@ const char* class_of(const std::exception& error) {
   return "Error";
 }
 
+// An error's text, of which bytes that are no UTF-8, as a path may have them, become \xNN.
+py::object text_of(const std::exception& error) {
+  const std::string_view text = error.what();
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+}
+
 py::object class_in_python(const std::exception& error) {
   return py::module_::import("shoal").attr(class_of(error));
 }
@@ -39,11 +47,25 @@ void register_comm_error(py::module_& module, py::handle base) {
     try {
       if (pending) std::rethrow_exception(pending);
     } catch (const CommError& error) {
-      const auto raised = type(error.what());
+      const auto raised = type(text_of(error));
       set_attributes(raised, error);
       PyErr_SetObject(type.ptr(), raised.ptr());
     }
   });
+}
+
+// pybind11's register_exception() cannot raise a text that is no UTF-8.
+template <class E>
+py::handle register_error(py::module_& module, const char* name, py::handle base) {
+  static py::handle type = py::exception<E>(module, name, base).release();
+  py::register_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const E& error) {
+      PyErr_SetObject(type.ptr(), text_of(error).ptr());
+    }
+  });
+  return type;
 }
 
 // Raises an error of a hook or an operator as its class in Python, so that loss.backward() and model(x) do.
@@ -54,7 +76,7 @@ void raise_in_python(const std::exception_ptr& pending) {
     std::rethrow_exception(pending);
   } catch (const std::exception& error) {
     const auto type = class_in_python(error);
-    const auto value = type(error.what());
+    const auto value = type(text_of(error));
     if (const auto* comm = dynamic_cast<const CommError*>(&error)) set_attributes(value, *comm);
     PyErr_SetObject(type.ptr(), value.ptr());
     python_error raised;
@@ -106,14 +128,14 @@ void register_carriers() {
 }  // namespace
 
 void bind_errors(py::module_& module) {
-  auto& error = py::register_exception<Error>(module, "Error", PyExc_RuntimeError);
-  py::register_exception<UsageError>(module, "UsageError", error);
-  py::register_exception<DisagreeError>(module, "DisagreeError", error);
+  const auto error = register_error<Error>(module, "Error", PyExc_RuntimeError);
+  register_error<UsageError>(module, "UsageError", error);
+  register_error<DisagreeError>(module, "DisagreeError", error);
   register_comm_error(module, error);
-  py::register_exception<JobLost>(module, "JobLost", error);
-  py::register_exception<StepAbandoned>(module, "StepAbandoned", error);
-  py::register_exception<CheckpointError>(module, "CheckpointError", error);
-  py::register_exception<InputsExhausted>(module, "InputsExhausted", error);
+  register_error<JobLost>(module, "JobLost", error);
+  register_error<StepAbandoned>(module, "StepAbandoned", error);
+  register_error<CheckpointError>(module, "CheckpointError", error);
+  register_error<InputsExhausted>(module, "InputsExhausted", error);
   register_carriers();
   set_error_translator(&raise_in_python);
   set_future_error(&for_future);
