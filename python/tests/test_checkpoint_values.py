@@ -1,5 +1,7 @@
 """PY07: values and names that are unlike others come back as they were."""
 
+import os
+
 import pytest
 import torch
 
@@ -215,6 +217,9 @@ class Counting(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + 1
                 state["on"] = True
+                state["seed"] = torch.tensor(7)
+                state["warm"] = torch.tensor(True)
+                state["half"] = torch.tensor(1.5, dtype=torch.float16)
                 state["rate"] = group["lr"] / state["step"]
                 parameter.add_(parameter.grad, alpha=-state["rate"])
 
@@ -222,10 +227,10 @@ class Counting(torch.optim.Optimizer):
 @pytest.mark.parametrize("strategy", ["none", "ddp", "local"])
 def test_PY07_numbers_of_an_optimizers_state_stay_what_they_are(strategy, tmp_path):
     def resumes(rank):
-        def make():
+        def make(seed=2**60 + 1):
             torch.manual_seed(0)
             net = torch.nn.Linear(3, 3)
-            optimizer = Counting(net.parameters(), 0.1)
+            optimizer = Counting([{"params": list(net.parameters()), "seed": seed, "tensor": torch.tensor(seed)}], 0.1)
             if strategy == "local":
                 updates = shoal.optim.LocalUpdates(net, optimizer, every=2)
                 return net, optimizer, updates, shoal.checkpoint.TrainingState(updates)
@@ -241,12 +246,25 @@ def test_PY07_numbers_of_an_optimizers_state_stay_what_they_are(strategy, tmp_pa
         step(model, optimizer)
         shoal.checkpoint.save(tmp_path / "run", training, step=1)
         before = [dict(inner.state[parameter]) for parameter in inner.param_groups[0]["params"]]
-        model, inner, optimizer, training = make()
+        model, inner, optimizer, training = make(seed=3)
         assert shoal.checkpoint.load(tmp_path / "run", training).exact
+        assert inner.param_groups[0]["seed"] == inner.param_groups[0]["tensor"].item() == 2**60 + 1
         after = [dict(inner.state[parameter]) for parameter in inner.param_groups[0]["params"]]
         assert after == before
-        assert {key: type(value) for key, value in after[0].items()} == {"step": int, "on": bool, "rate": float}
+        kinds = {key: value.dtype if isinstance(value, torch.Tensor) else type(value) for key, value in after[0].items()}
+        tensors = {"seed": torch.int64, "warm": torch.bool, "half": torch.float16}
+        assert kinds == {"step": int, "on": bool, "rate": float, **tensors}
         step(model, optimizer)
         assert [inner.state[parameter]["step"] for parameter in inner.param_groups[0]["params"]] == [2, 2]
+        for wide in (2**53 + 1, torch.tensor(2**53 + 1)):
+            inner.state[inner.param_groups[0]["params"][1]]["seed"] = wide
+            with pytest.raises(shoal.UsageError, match="seed of the optimizer .* is 9007199254740993, .* keep it in a tensor"):
+                shoal.checkpoint.save(tmp_path / "run", training, step=2)
 
     on_ranks(resumes)
+
+
+def test_PY07_a_path_need_not_be_utf8(tmp_path):
+    missing = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")
+    with pytest.raises(shoal.CheckpointError, match=r"/\\xff\.pt: "):
+        shoal.checkpoint.load_module(missing, torch.nn.Linear(2, 2))

@@ -95,10 +95,20 @@ Json to_json(const c10::IValue& value) {
   return list;
 }
 
+// Whether it is an integer that a float cannot hold, as those beyond 2^53.
+bool is_wide(const Json& value) {
+  if (!value.is_number_integer()) return false;
+  constexpr int64_t widest = int64_t{1} << 53;
+  const auto integer = value.get<int64_t>();
+  return integer > widest || integer < -widest;
+}
+
 // Converts to the kind of value that `like` is; nothing if it cannot be converted. A value of None may become a number
-// or a string.
+// or a string, and a number a wide integer and the other way round, which options of integers or floats alone refuse.
 std::optional<c10::IValue> from_json(const Json& value, const c10::IValue& like) {
   const auto number = number_from(value);
+  if (like.isDouble() && is_wide(value)) return c10::IValue(value.get<int64_t>());
+  if ((like.isDouble() || like.isInt()) && number && !value.is_number_integer()) return c10::IValue(*number);
   if (like.isDouble() && number) return c10::IValue(*number);
   if (like.isNone() && number && !value.is_number_integer()) return c10::IValue(*number);
   if ((like.isInt() || like.isNone()) && value.is_number_integer()) return c10::IValue(value.get<int64_t>());

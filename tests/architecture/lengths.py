@@ -11,7 +11,7 @@ LONGER = {
     "include/shoal/training.h": 332,
     "python/shoal/elastic.py": 307,
     "python/shoal/optim/_state.py": 323,
-    "python/src/wrappers/python_optimizer.cpp": 345,
+    "python/src/wrappers/python_optimizer.cpp": 333,
     "src/checkpoint/pt/unpickle.cpp": 416,
     "src/cli/plan/plan_command.cpp": 318,
     "src/cli/train/report.cpp": 306,

@@ -240,4 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _plain(entry: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """One parameter's state, with numbers for tensors that are numbers."""
     entry = {key: value for key, value in entry.items() if value is not None}
-    return {key: float(value) if is_number(key, value, parameter) else value for key, value in entry.items()}
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and is_number(key, value, parameter) else value
+        for key, value in entry.items()
+    }

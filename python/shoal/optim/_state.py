@@ -264,7 +264,7 @@ def number_of(kind: str | None, value: float) -> Any:
     """A number as the optimizer has it. None: the kind is unknown, and the number what PyTorch's optimizers make of it."""
     if kind in _plain_kinds:
         return _plain_kinds[kind](value)
-    wide = torch.get_default_dtype() == torch.float64
+    wide = torch.get_default_dtype() == torch.float64 or torch.tensor(value, dtype=torch.float32, device="cpu").item() != value
     dtype = getattr(torch, kind.removeprefix("torch.")) if kind else torch.float64 if wide else torch.float32
     return torch.tensor(value, dtype=dtype, device="cpu")
 

@@ -60,7 +60,13 @@ OptimizerState from_dict(const py::dict& dict) {
       if (THPVariable_Check(value.ptr())) {
         named.tensors[key.cast<std::string>()] = value.cast<at::Tensor>();
       } else {
-        named.numbers[key.cast<std::string>()] = value.cast<double>();
+        const auto exact = exact_float(value);
+        if (!exact) {
+          throw UsageError(fmt::format("the optimizer state's {} of {} is {}, which is equal to no float",
+                                       key.cast<std::string>(), name.cast<std::string>(),
+                                       py::str(value).cast<std::string>()));
+        }
+        named.numbers[key.cast<std::string>()] = *exact;
       }
     }
   }

@@ -18,12 +18,6 @@ namespace {
 // State that is one number also where the parameter is one.
 const std::set<std::string> scalars{"step", "mu_product", "mu", "eta"};
 
-std::string kind_of(const py::handle& number) {
-  if (THPVariable_Check(number.ptr())) return py::str(number.attr("dtype")).cast<std::string>();
-  if (py::isinstance<py::bool_>(number)) return "bool";
-  return py::isinstance<py::int_>(number) ? "int" : "float";
-}
-
 py::object optimizer_in(const SharedObject& reference) {
   auto optimizer = object_in(reference);
   if (optimizer.is_none()) throw UsageError("the optimizer has been destroyed: keep it as long as it is in use");
@@ -70,7 +64,7 @@ class PythonState : public torch::optim::OptimizerParamState {
       }
       const auto tensor = value.cast<at::Tensor>();
       if (tensor.dim() == 0 && (parameter_->cast<at::Tensor>().dim() > 0 || scalars.contains(name))) {
-        named.numbers[name] = tensor.item<double>();
+        named.numbers[name] = number(py::object(value.attr("item")()), name);
         (*kinds_)[name] = kind_of(value);
       } else {
         named.tensors[name] = tensor.detach();
@@ -81,7 +75,13 @@ class PythonState : public torch::optim::OptimizerParamState {
 
  private:
   double number(const py::handle& value, const std::string& name) const {
-    if (py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value)) return value.cast<double>();
+    if (py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value)) {
+      if (const auto exact = exact_float(value)) return *exact;
+      throw UsageError(fmt::format(
+          "the state {} of the optimizer {} is {}, and shoal moves and saves numbers of state as floats, of "
+          "which none is equal to it: keep it in a tensor of one dimension",
+          name, class_of(optimizer_in(optimizer_)), py::str(value).cast<std::string>()));
+    }
     throw UsageError(
         fmt::format("the state {} of the optimizer {} is a {}; shoal moves and saves tensors and numbers: use another "
                     "optimizer, or save the module alone, with save_module()",
@@ -93,17 +93,6 @@ class PythonState : public torch::optim::OptimizerParamState {
   NamedState loaded_;
 };
 
-// A number as the optimizer has it.
-py::object number_in_python(double number, const std::string& kind) {
-  if (kind == "int") return py::int_(static_cast<int64_t>(number));
-  if (kind == "float") return py::float_(number);
-  if (kind == "bool") return py::bool_(number != 0);
-  // PyTorch's optimizers make them of the default dtype.
-  const bool wide = kind == "torch.float64" || (kind.empty() && at::get_default_dtype_as_scalartype() == at::kDouble);
-  const auto dtype = wide ? at::kDouble : kind == "torch.int64" ? at::kLong : at::kFloat;
-  return py::cast(at::scalar_tensor(number, dtype));
-}
-
 // Loads a state into Python's, or copies of it. Numbers become what they are there already, or of the kinds that are
 // known.
 void load_into(const py::object& optimizer, const py::object& parameter, const NamedState& loaded,
@@ -113,9 +102,8 @@ void load_into(const py::object& optimizer, const py::object& parameter, const N
   py::dict fresh;
   for (const auto& [name, number] : loaded.numbers) {
     const auto key = py::str(name);
-    const bool plain = state.contains(key) && !THPVariable_Check(py::object(state[key]).ptr());
     const auto kind = kinds.find(name);
-    fresh[key] = number_in_python(number, plain                 ? kind_of(py::object(state[key]))
+    fresh[key] = number_in_python(number, state.contains(key)   ? kind_of(py::object(state[key]))
                                           : kind != kinds.end() ? kind->second
                                                                 : std::string());
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "wrappers/gil.h"
+#include "wrappers/python_numbers.h"
 #include "wrappers/python_options.h"
 #include "wrappers/step_agreement.h"
 
@@ -19,10 +20,6 @@ namespace shoal::python {
 
 // Who decides on options: the param groups of this object, or those of the Python optimizer.
 enum class OptionsOf { libtorch, python };
-
-// What numbers of an optimizer's state are in Python, by name: "int", "float", "bool", or a tensor of a dtype,
-// "torch.float64". Shared by the optimizers of all shares. Use it with the lock.
-using NumberKinds = std::map<std::string, std::string>;
 
 class PythonOptimizer : public torch::optim::Optimizer {
  public:

@@ -5,11 +5,13 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/serialize.h>
 
+#include <cmath>
 #include <functional>
 #include <optional>
 #include <set>
 
 #include "shoal/error.h"
+#include "wrappers/python_numbers.h"
 
 namespace shoal::python {
 namespace {
@@ -27,23 +29,35 @@ bool as_in_libtorch(const std::string& name, const c10::IValue& value, const std
 }
 
 // The number in a tensor or a numpy value of one element, such as a learning rate.
-std::optional<double> number_in(const py::handle& value) {
+std::optional<c10::IValue> number_in(const py::handle& value) {
   const bool numpy = py::str(py::type::of(value).attr("__module__")).cast<std::string>() == "numpy";
   if (!numpy && !THPVariable_Check(value.ptr())) return std::nullopt;
   if (numpy ? py::hasattr(value, "__len__") && !py::hasattr(value, "item") : value.cast<at::Tensor>().numel() != 1) {
     return std::nullopt;
   }
   try {
-    return value.attr("item")().cast<double>();
+    const py::object item = value.attr("item")();
+    if (PyLong_Check(item.ptr()) && !exact_float(item)) return item.cast<int64_t>();
+    return item.cast<double>();
   } catch (const std::exception&) {  // several elements, or no number
     return std::nullopt;
   }
 }
 
+c10::IValue integer(const py::handle& value, const std::string& name) {
+  if (const auto number = exact_float(value)) return *number;
+  int overflow = 0;
+  const auto whole = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  if (overflow == 0) return static_cast<int64_t>(whole);
+  throw UsageError(fmt::format("the optimizer's option {} is {}, which has more than 64 bits: give a smaller number",
+                               name, py::str(value).cast<std::string>()));
+}
+
 c10::IValue plain(const py::handle& value, const std::string& name) {
   if (value.is_none()) return {};
   if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
-  if (py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value)) return value.cast<double>();
+  if (py::isinstance<py::float_>(value)) return value.cast<double>();
+  if (py::isinstance<py::int_>(value)) return integer(value, name);
   if (const auto number = number_in(value)) return *number;
   if (py::isinstance<py::str>(value)) return value.cast<std::string>();
   if (py::isinstance<py::tuple>(value) || py::isinstance<py::list>(value)) {
@@ -63,6 +77,7 @@ void mix(uint64_t& digest, uint64_t value) {
 
 void mix(uint64_t& digest, const c10::IValue& value) {
   if (value.isDouble()) return mix(digest, std::hash<double>()(value.toDouble()));
+  if (value.isInt()) return mix(digest, static_cast<uint64_t>(value.toInt()));
   if (value.isBool()) return mix(digest, value.toBool() ? 2 : 1);
   if (value.isString()) return mix(digest, std::hash<std::string>()(value.toStringRef()));
   if (value.isTuple()) {
@@ -74,6 +89,7 @@ void mix(uint64_t& digest, const c10::IValue& value) {
 std::string in_words(const c10::IValue& value) {
   if (value.isNone()) return "None";
   if (value.isDouble()) return fmt::format("{}", value.toDouble());
+  if (value.isInt()) return fmt::format("{}", value.toInt());
   if (value.isBool()) return value.toBool() ? "True" : "False";
   if (value.isString()) return fmt::format("'{}'", value.toStringRef());
   std::vector<std::string> elements;
@@ -88,13 +104,16 @@ py::object to_python(const c10::IValue& value, const py::handle& like) {
   if (value.isNone()) return py::none();
   if (value.isBool()) return py::bool_(value.toBool());
   if (value.isString()) return py::str(value.toStringRef());
+  const bool in_tensor = like && THPVariable_Check(like.ptr());
+  if (value.isInt() && in_tensor) return py::cast(at::full_like(like.cast<at::Tensor>(), value.toInt()));
   if (value.isInt()) return py::int_(value.toInt());
   if (value.isDouble()) {
     const auto number = value.toDouble();
-    if (like && THPVariable_Check(like.ptr())) return py::cast(at::full_like(like.cast<at::Tensor>(), number));
+    if (in_tensor) return py::cast(at::full_like(like.cast<at::Tensor>(), number));
     const bool may_be_whole = !like || py::isinstance<py::int_>(like);
-    const bool whole = may_be_whole && number == static_cast<double>(static_cast<int64_t>(number));
-    if (whole) return py::int_(static_cast<int64_t>(number));
+    if (may_be_whole && std::trunc(number) == number && std::isfinite(number)) {
+      return py::reinterpret_steal<py::object>(PyLong_FromDouble(number));
+    }
     return py::float_(number);
   }
   const auto& elements = value.toTupleRef().elements();
