@@ -205,6 +205,10 @@ TEST(Index, BEY05_an_index_of_many_tensors_is_read) {
   const auto text = index_text(index);
   EXPECT_EQ(parse_index(text, index_limit(static_cast<int64_t>(text.size())), "index").tensors.size(), 60000U);
   EXPECT_THROW(parse_index(text, json_allowance, "index"), CheckpointError);
+  const auto bytes = static_cast<int64_t>(text.size());
+  EXPECT_EQ(refusal([&] { require_loadable(text, "its index", bytes); }), "nothing was refused");
+  EXPECT_THAT(refusal<CheckpointError>([&] { require_loadable(text, "its index", bytes - 1); }),
+              HasSubstr(fmt::format("its index has {} bytes, {} at most", bytes, bytes - 1)));
 }
 
 TEST(SavedFile, a_link_stays_and_its_target_is_written) {
@@ -234,6 +238,20 @@ TEST(SavedFile, a_link_stays_and_its_target_is_written) {
                 save_pt(folder.path() / "round.pt", {{"a", ones}});
               }),
               HasSubstr("Too many levels of symbolic links"));
+}
+
+TEST(SavedFile, the_permissions_of_the_file_that_is_replaced_stay) {
+  namespace fs = std::filesystem;
+  const test::TempFolder folder;
+  for (const std::string name : {"x.safetensors", "x.pt"}) {
+    const auto path = folder.path() / name;
+    for (const int mode : {0600, 0666}) {  // of which the usual umask would add to the one and take from the other
+      write_file(path, "");
+      fs::permissions(path, fs::perms(mode));
+      name == "x.pt" ? save_pt(path, {{"a", at::ones({3})}}) : save_safetensors(path, {{"a", at::ones({3})}}, {});
+      EXPECT_EQ(fs::status(path).permissions(), fs::perms(mode)) << name;
+    }
+  }
 }
 
 TEST(SavedFile, the_formats_own_name_is_refused) {

@@ -1,7 +1,10 @@
 // `shoal train --resume`: a stopped training continues as if it had not been stopped.
 
 #include <gtest/gtest.h>
+#include <zlib.h>
 
+#include <array>
+#include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -147,12 +150,76 @@ TEST(ResumeErrors, say_what_is_missing) {
   EXPECT_TRUE(std::filesystem::exists(folder.file("run/model.safetensors")));
   refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
   // Its AdamW reads the checkpoint's state, its Muon does not.
-  refused({"--resume", folder.file("run"), "--steps", "4", "--optimizer", "muon"}, "is that of another optimizer");
+  refused({"--resume", folder.file("run"), "--steps", "4", "--optimizer", "muon"},
+          "is not part of the state of shoal::Muon; it was saved by another optimizer");
   const auto alone = folder.file("run/model.safetensors");
   refused({"--resume", alone, "--steps", "4"}, "--resume " + alone +
                                                    ": it holds a model without the state of a "
                                                    "training; give --partial");
   EXPECT_EQ(shoal({"train", "--data", "reference", "--steps", "1", "--resume", alone, "--partial"}).code, 0);
+}
+
+// Replaces text in the index of a checkpoint, which has its own checksum.
+void change_index(const std::string& checkpoint, const std::string& from, const std::string& to) {
+  std::ifstream file(checkpoint + "/index.json");
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  ASSERT_NE(text.find(from), std::string::npos) << from;
+  for (size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size())
+    text.replace(at, from.size(), to);
+  text.erase(text.rfind(",\"crc32\""));
+  std::array<char, 9> sum{};
+  std::snprintf(sum.data(), sum.size(), "%08lx", crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size()));
+  std::ofstream(checkpoint + "/index.json") << text << ",\"crc32\":\"" << sum.data() << "\"}\n";
+}
+
+// Decentralised ranks have a schedule for each bucket, which no schedule of the program's shows.
+TEST(ResumeElsewhere, BEY05_schedules_and_positions_follow_the_new_number_of_steps_per_epoch) {
+  const TempFolder folder;
+  write_text(folder);
+  const auto go = [&](const std::string& ranks, const std::string& steps, const std::vector<std::string>& more) {
+    std::vector<std::string> line{"train",      "--data",        "text:" + folder.file("text"),
+                                  "--model",    "gpt",           "--ranks",
+                                  ranks,        "--batch",       "2",
+                                  "--strategy", "decentralized", "--schedule",
+                                  "cosine",     "--steps",       steps};
+    line.insert(line.end(), more.begin(), more.end());
+    return shoal(line);
+  };
+  auto ended = go("2", "4", {"--save", folder.file("before")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  ended = go("1", "9", {"--resume", folder.file("before"), "--save", folder.file("after")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("going on after step 8"), std::string::npos) << ended.output;
+  const auto state = read(folder.file("after/step-9/index.json"))["state"];
+  EXPECT_EQ(state["global"]["schedule"], 9);
+  EXPECT_EQ(state["ranks"][0]["param_groups"][0]["options"]["lr"], 0) << "of the last step of all";
+  // What another program, or a damaged file, may have there.
+  const auto refused = [&](const std::string& from, const std::string& to, const std::string& text) {
+    change_index(folder.file("before/step-4"), from, to);
+    ended = go("1", "9", {"--resume", folder.file("before")});
+    EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find('\x1b'), std::string::npos) << ended.output;
+    return ended.code != 0;
+  };
+  EXPECT_FALSE(refused("torch::optim::AdamWOptions", "\\u001b[31mred", "in the checkpoint \\x1b[31mred"));
+  EXPECT_TRUE(refused(R"(steps_per_epoch\":5)", R"(steps_per_epoch\":\"x\")", "step 4 of \"x\" steps per epoch"));
+  EXPECT_TRUE(refused(R"(steps_per_epoch\":\"x\")", R"(steps_per_epoch\":-5)", "step 4 of -5 steps per epoch"));
+}
+
+TEST(SaveEvery, BEY06_a_save_in_the_background_that_failed_does_not_cost_the_next_one) {
+  for (const std::vector<std::string>& more : {std::vector<std::string>{}, {"--elastic", "1"}}) {
+    const TempFolder folder;
+    std::filesystem::create_directories(folder.file("run/step-2"));
+    std::ofstream(folder.file("run/step-2/mine")) << "no checkpoint, which is never replaced";
+    std::vector<std::string> line{"train",   "--data", "reference", "--model",          "mlp",          "--ranks", "2",
+                                  "--steps", "5",      "--save",    folder.file("run"), "--save-every", "2"};
+    line.insert(line.end(), more.begin(), more.end());
+    const auto ended = shoal(line);
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    EXPECT_NE(ended.output.find("step-2 was not saved"), std::string::npos) << ended.output;
+    EXPECT_TRUE(std::filesystem::exists(folder.file("run/step-4/index.json"))) << ended.output;
+    EXPECT_EQ(ended.output.find("step-4"), std::string::npos) << ended.output;
+  }
 }
 
 // Saves after every step, so that most signals arrive in the middle of a save. The shell signals the launcher alone,

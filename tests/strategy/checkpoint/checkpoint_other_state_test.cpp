@@ -6,6 +6,9 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <filesystem>
+#include <string>
+
 #include "engine/checkpoint/contents.h"
 #include "engine/checkpoint/training_state.h"
 #include "shoal/checkpoint.h"
@@ -94,6 +97,44 @@ TEST(LoadOtherState, BEY05_fields_that_the_options_here_need_begin_with_zero) {
   using torch::optim::RMSpropOptions;
   expect_taken_over<Adam, AccumAdam>(folder, AdamOptions(0.01), AccumAdamOptions(0.01));
   expect_taken_over<RMSprop, RMSprop>(folder, RMSpropOptions(0.01), RMSpropOptions(0.01).momentum(0.9).centered(true));
+}
+
+// Both have a momentum_buffer.
+TEST(LoadOtherState, BEY05_muon_with_adamw_refuses_the_momentum_of_sgd_before_anything_changes) {
+  const SharedFolder folder;
+  {
+    const auto model = seeded(1);
+    torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    DistributedDataParallel parallel(model, group());
+    TrainingState state(parallel, sgd);
+    mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+    sgd.step();
+    save(folder / "run", state, {.step = 1});
+  }
+  const auto model = seeded(2);
+  MuonWithAdamW muon(MuonWithAdamW::groups_of(model));
+  DistributedDataParallel parallel(model, group());
+  TrainingState state(parallel, muon);
+  const auto before = copies(*model);
+  EXPECT_THAT(refusal([&] { load(folder / "run", state); }),
+              testing::AllOf(HasSubstr("the optimizer state of first.bias"), HasSubstr("FusedAdamW has no 'step'")));
+  EXPECT_EQ(difference(copies(*model), before), 0);
+  EXPECT_TRUE(muon.state().empty());
+}
+
+// As where one host reads before and another one after a second job has saved to the same place.
+TEST(LoadOtherState, BEY05_ranks_that_read_different_checkpoints_are_told) {
+  const SharedFolder folder;
+  const auto model = seeded(1);
+  AdamW optimizer(model->parameters(), AdamWOptions(0.01));
+  DistributedDataParallel parallel(model, group());
+  TrainingState state(parallel, optimizer);
+  for (const std::string run : {"first", "second"}) save(folder / run, state, {.step = 1, .position = run});
+  const auto here = std::filesystem::current_path();
+  std::filesystem::current_path(folder / (group().rank() == 0 ? "first" : "second"));
+  EXPECT_THAT(refusal<CheckpointError>([&] { load("step-1", state); }),
+              HasSubstr(group().size() > 1 ? "step-1: ranks have read different ones" : "nothing was refused"));
+  std::filesystem::current_path(here);
 }
 
 }  // namespace
