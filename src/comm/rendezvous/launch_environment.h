@@ -18,6 +18,7 @@ struct Placement {
   bool store_is_served = false;  // a launcher hosts the store; rank 0 must not
   std::string generation = "0";  // counts a launcher's restarts of the job
   std::string source;            // names the source in messages
+  std::string reached;           // numeric address at which this process reaches the store; empty: unknown
   JobIdentity job;               // name: the same on all ranks, different in other jobs; empty: unknown
 };
 

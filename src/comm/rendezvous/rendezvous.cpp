@@ -25,7 +25,7 @@ constexpr std::chrono::seconds leaving_limit(5);
 // Before an error in the store that is a CommError on all ranks; others are DisagreeErrors.
 constexpr std::string_view of_communication = "communication: ";
 
-// A rank's record in the store, as text: "SIZE TRANSPORT CHECKED PID START PAGE NONCE HOST GPUS".
+// A rank's record in the store, as text: "SIZE TRANSPORT CHECKED PID START PAGE NONCE HOST STORE GPUS".
 struct Record {
   int size = 0;
   std::string transport;
@@ -35,8 +35,9 @@ struct Record {
 
 std::string to_text(const Record& record) {
   const auto& peer = record.peer;
-  return fmt::format("{} {} {:d} {} {} {} {} {} {}", record.size, record.transport, record.checked, peer.process.pid,
-                     peer.process.start_time, peer.page.descriptor, peer.page.nonce, peer.host, peer.gpus);
+  return fmt::format("{} {} {:d} {} {} {} {} {} {} {}", record.size, record.transport, record.checked, peer.process.pid,
+                     peer.process.start_time, peer.page.descriptor, peer.page.nonce, peer.host,
+                     peer.store.empty() ? "-" : peer.store, peer.gpus);
 }
 
 Record from_text(const std::string& text) {
@@ -44,7 +45,8 @@ Record from_text(const std::string& text) {
   Record record;
   auto& peer = record.peer;
   in >> record.size >> record.transport >> record.checked >> peer.process.pid >> peer.process.start_time >>
-      peer.page.descriptor >> peer.page.nonce >> peer.host >> peer.gpus;
+      peer.page.descriptor >> peer.page.nonce >> peer.host >> peer.store >> peer.gpus;
+  if (peer.store == "-") peer.store.clear();
   peer.page.pid = peer.process.pid;
   return record;
 }
@@ -79,7 +81,7 @@ class Room {
 
   Present enter() {
     require_same_job();
-    const auto own = record_of({host_identity(), this_process(), page_, gpus_});
+    const auto own = record_of({host_identity(), this_process(), page_, gpus_, placement_.reached});
     const auto job = job_key();
     const auto visit = count_visit();
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
@@ -115,7 +117,7 @@ class Room {
           "rejoin: rank {} is still running (pid {}); end it first, or give this process the rank that died",
           placement_.rank, own.process.pid));
     }
-    own = {host_identity(), this_process(), page_, gpus_};
+    own = {host_identity(), this_process(), page_, gpus_, placement_.reached};
     store_set(*store_, rank_key(placement_.rank), to_text(record_of(own)));
     return present_;
   }
@@ -280,13 +282,14 @@ class Room {
   std::string loopback_name() const {
     const auto& name = placement_.address;
     if (placement_.rank != 0 || placement_.store_is_served || name == "localhost") return "";
-    std::string number;
+    SocketAddress address;
     try {
-      number = resolve(name, placement_.port).host();
+      address = resolve(name, placement_.port);
     } catch (const std::runtime_error&) {
       return "";
     }
-    if (number == name || !(number.starts_with("127.") || number == "::1")) return "";
+    const auto number = address.host();
+    if (number == name || !address.is_loopback()) return "";
     return fmt::format(
         "; if they are on other hosts: '{}' is {} on rank 0's, which these do not reach, so set MASTER_ADDR to a "
         "number, or to a name that is not a loopback address on any host",
@@ -394,8 +397,7 @@ void enter(Meeting& meeting, const Placement& placement, const shm::PageAddress&
 
 }  // namespace
 
-Meeting meet(const Placement& placement, const shm::PageAddress& page, const std::string& gpus,
-             const WorldOptions& options) {
+Meeting meet(Placement placement, const shm::PageAddress& page, const std::string& gpus, const WorldOptions& options) {
   Meeting meeting;
   if (placement.size == 1) {
     meeting.peers.push_back({host_identity(), this_process(), page, gpus});
@@ -406,6 +408,7 @@ Meeting meet(const Placement& placement, const shm::PageAddress& page, const std
     meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port, limit), placement.job);
   }
   meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
+  placement.reached = reached_address(placement.address, placement.port);
   meeting.launcher = [store = meeting.store] { return store; };
   enter(meeting, placement, page, gpus, options, &Room::enter);
   return meeting;
@@ -422,7 +425,7 @@ Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const
   return meeting;
 }
 
-Meeting meet_again(const Placement& placement, const shm::PageAddress& page, const std::string& gpus,
+Meeting meet_again(Placement placement, const shm::PageAddress& page, const std::string& gpus,
                    const WorldOptions& options) {
   if (placement.size == 1) throw UsageError("rejoin: the world has only one rank, so there is no job to rejoin");
   if (placement.rank == 0 && !placement.store_is_served) {
@@ -432,6 +435,7 @@ Meeting meet_again(const Placement& placement, const shm::PageAddress& page, con
   }
   Meeting meeting;
   meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
+  placement.reached = reached_address(placement.address, placement.port);
   meeting.launcher = [store = meeting.store] { return store; };
   enter(meeting, placement, page, gpus, options, &Room::enter_again);
   return meeting;

@@ -20,6 +20,7 @@ struct Peer {
   ProcessId process;
   shm::PageAddress page;  // address of its shared memory; descriptor -1: it has none
   std::string gpus{};     // visible_gpus(), if they decide on the transport
+  std::string store{};    // Placement::reached
 };
 
 struct Meeting {
@@ -33,13 +34,12 @@ struct Meeting {
 
 // Collective over the job. Throws as shoal::init does. page, gpus: of this process, for the others. options: for the
 // limit of the wait, and what to call meanwhile.
-Meeting meet(const Placement& placement, const shm::PageAddress& page, const std::string& gpus,
-             const WorldOptions& options);
+Meeting meet(Placement placement, const shm::PageAddress& page, const std::string& gpus, const WorldOptions& options);
 // As meet(), in a store that the program gave. launcher: see Meeting.
 Meeting meet_in(const StorePtr& store, std::function<StorePtr()> launcher, const Placement& placement,
                 const shm::PageAddress& page, const std::string& gpus, const WorldOptions& options);
 // Replaces a dead process in a job whose ranks have already met. Throws as shoal::init does.
-Meeting meet_again(const Placement& placement, const shm::PageAddress& page, const std::string& gpus,
+Meeting meet_again(Placement placement, const shm::PageAddress& page, const std::string& gpus,
                    const WorldOptions& options);
 // The process that now has a rank's place, if the store knows.
 std::optional<Peer> present_peer(const Meeting& meeting, int rank);

@@ -25,7 +25,7 @@ namespace {
 }
 
 // As number or name; the result is the resolver's code.
-int look_up(const std::string& host, int port, SocketAddress& address) {
+int look_up(const std::string& host, int port, std::vector<SocketAddress>& addresses) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
@@ -33,8 +33,14 @@ int look_up(const std::string& host, int port, SocketAddress& address) {
   const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
   if (error != 0) return error;
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(list, freeaddrinfo);
-  std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
-  address.length = found->ai_addrlen;
+  for (const auto* one = found.get(); one != nullptr; one = one->ai_next) {
+    SocketAddress address;
+    std::memcpy(&address.storage, one->ai_addr, one->ai_addrlen);
+    address.length = one->ai_addrlen;
+    // The resolver may give one twice, as for a line with ::1 beside one with 127.0.0.1 in /etc/hosts.
+    const auto same = [&](const SocketAddress& other) { return other.host() == address.host(); };
+    if (std::none_of(addresses.begin(), addresses.end(), same)) addresses.push_back(address);
+  }
   return 0;
 }
 
@@ -75,16 +81,21 @@ int SocketAddress::port() const {
   return ntohs(storage.ss_family == AF_INET6 ? v6->sin6_port : v4->sin_port);
 }
 
-SocketAddress resolve(const std::string& host, int port) {
-  return resolve_within(std::chrono::seconds(0), host, port);
+bool SocketAddress::is_loopback() const {
+  const auto number = host();
+  return number.starts_with("127.") || number == "::1";
 }
 
-SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host, int port) {
+SocketAddress resolve(const std::string& host, int port) {
+  return resolve_within(std::chrono::seconds(0), host, port).front();
+}
+
+std::vector<SocketAddress> resolve_within(std::chrono::seconds limit, const std::string& host, int port) {
   constexpr std::chrono::seconds silently(3);
   const auto begin = std::chrono::steady_clock::now();
   bool told = false;
-  SocketAddress address;
-  while (const int error = look_up(host, port, address)) {
+  std::vector<SocketAddress> addresses;
+  while (const int error = look_up(host, port, addresses)) {
     const std::string why = gai_strerror(error);
     const bool asks_again = limit.count() > 0 && may_change(error) && may_be_name(host);
     if (!asks_again) throw std::runtime_error(why);
@@ -96,7 +107,7 @@ SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
   }
-  return address;
+  return addresses;
 }
 
 SocketAddress own_address(const Descriptor& socket) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace shoal {
 
@@ -33,13 +34,14 @@ struct SocketAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   std::string host() const;  // numeric
   int port() const;
+  bool is_loopback() const;
 };
 
 // First address of a host name or numeric address. std::runtime_error with the resolver's reason.
 SocketAddress resolve(const std::string& host, int port);
-// The same, but a name that is not known is asked for again until the limit: that of a host that has just started, as a
-// pod, becomes known a little later. After 3 s a line on standard error says so.
-SocketAddress resolve_within(std::chrono::seconds limit, const std::string& host, int port);
+// All of them, in the resolver's order. A name that is not known is asked for again until the limit: that of a host
+// that has just started, as a pod, becomes known a little later. After 3 s a line on standard error says so.
+std::vector<SocketAddress> resolve_within(std::chrono::seconds limit, const std::string& host, int port);
 // Local address of a socket. Throws std::system_error.
 SocketAddress own_address(const Descriptor& socket);
 

@@ -35,6 +35,21 @@ std::string address_towards(const std::string& host, int port) {
   return own_address(socket).host();
 }
 
+// As address_towards(), of the store. A name may have addresses that other hosts do not reach: processes of rank 0's
+// host, which reach all of them, take the one that another host has reached. port: of the store.
+std::string address_for_peers(const WorldState& state, int port) {
+  const auto& peers = state.meeting.peers;
+  const auto& own = peers[state.placement.rank];
+  const auto& place = state.placement;
+  std::string reached = own.store.empty() ? reached_address(place.address, port) : own.store;
+  if (own.host == peers[0].host) {
+    const auto is_elsewhere = [&](const Peer& peer) { return peer.host != own.host && !peer.store.empty(); };
+    const auto other = std::find_if(peers.begin(), peers.end(), is_elsewhere);
+    if (other != peers.end()) reached = other->store;
+  }
+  return address_towards(reached, port);
+}
+
 // A newcomer has none: its group of one rank has nothing to record, and those that follow are not recorded on any rank.
 std::unique_ptr<FlightRecorder> make_recorder(const WorldOptions& options, const Placement& placement,
                                               const JoinPlace& join) {
@@ -173,6 +188,8 @@ Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const Wor
   placement.port = 0;
   placement.store_is_served = true;
   placement.source = "the program's store";
+  const auto server = server_of(store);
+  if (server && *options.size > 1) placement.reached = reached_address(server->host, server->port);
   placement.generation = process_environment()("TORCHELASTIC_RESTART_COUNT").value_or("0");
   // As the launcher has it, which writes to its store, too.
   const auto named = process_environment()("SHOAL_JOB_ID");
@@ -218,7 +235,7 @@ JoinPlace join_of(Placement& own_place) {
 void find_open_job(WorldState& state) {
   if (!state.join.over_hosts) return;
   const auto& place = state.placement;
-  state.listen_address = address_towards(place.address, place.port);
+  state.listen_address = address_for_peers(state, place.port);
   if (!state.join.number) return;
   auto store = std::make_shared<PatientStore>(connect_to_job(place, state.options.rendezvous_timeout_seconds));
   state.join.table = std::make_shared<StoreTable>(std::move(store), place.generation, *state.join.over_hosts);
@@ -243,7 +260,7 @@ World init(const WorldOptions& options) {
       },
       std::move(join));
   const auto& place = state->placement;
-  if (place.size > 1 && !state->join.over_hosts) state->listen_address = address_towards(place.address, place.port);
+  if (place.size > 1 && !state->join.over_hosts) state->listen_address = address_for_peers(*state, place.port);
   find_open_job(*state);
   return with_group(std::move(state));
 }
@@ -268,7 +285,7 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
           "ranks on several hosts need a TCPStore (init_method env:// or tcp://): this rank does not know "
           "under which address the others reach it");
     }
-    state->listen_address = address_towards(server->host, server->port);
+    state->listen_address = address_for_peers(*state, server->port);
     state->placement.address = server->host;
     state->placement.port = server->port;
   }

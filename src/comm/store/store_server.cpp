@@ -10,6 +10,7 @@
 #include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
 
 #include "base/without_sigpipe.h"
 #include "comm/rendezvous/socket.h"
@@ -22,7 +23,7 @@
 namespace shoal {
 namespace {
 
-SocketAddress resolve_master(const std::string& host, int port, std::chrono::seconds limit = {}) {
+std::vector<SocketAddress> resolve_master(const std::string& host, int port, std::chrono::seconds limit = {}) {
   try {
     return resolve_within(limit, host, port);
   } catch (const std::runtime_error& error) {
@@ -44,6 +45,21 @@ bool somebody_listens(const SocketAddress& address, Clock::time_point deadline) 
   return getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
+// One of several addresses that drops packets must not take all of the time.
+std::optional<SocketAddress> first_that_listens(const std::vector<SocketAddress>& addresses,
+                                                Clock::time_point deadline) {
+  constexpr std::chrono::seconds patience(2);
+  const bool only = addresses.size() == 1;
+  for (const auto& address : addresses) {
+    try {
+      if (somebody_listens(address, only ? deadline : std::min(deadline, Clock::now() + patience))) return address;
+    } catch (const std::system_error&) {
+      if (only) throw;  // of several, one may be of a family that this host does not have
+    }
+  }
+  return std::nullopt;
+}
+
 // c10d's server calls itself, for five minutes if nobody answers.
 void require_reachable(const Descriptor& listening, const std::string& host) {
   constexpr std::chrono::seconds patience(3);
@@ -55,11 +71,33 @@ void require_reachable(const Descriptor& listening, const std::string& host) {
                   host, address.port()));
 }
 
-// c10d's own server would listen on all interfaces.
+// On the one of these addresses that is this host's. Of several that are, others may reach any one.
+Descriptor listen_on_own(const std::vector<SocketAddress>& addresses, int port) {
+  std::vector<Descriptor> listening;
+  std::optional<std::system_error> refused;
+  bool beyond_host = false;
+  bool by_ipv6 = false;
+  for (const auto& address : addresses) {
+    try {
+      listening.push_back(listen_on(address));
+      beyond_host |= !address.is_loopback();
+      by_ipv6 |= address.storage.ss_family == AF_INET6;
+    } catch (const std::system_error& error) {
+      if (addresses.size() == 1 || error.code() == std::errc::address_in_use) throw;
+      refused = error;  // another host's, or of a family that this host does not have
+    }
+  }
+  if (listening.empty()) throw std::system_error(*refused);
+  if (listening.size() == 1 || !beyond_host) return std::move(listening.front());
+  listening.clear();
+  return listen_on(resolve(by_ipv6 ? "::" : "0.0.0.0", port));
+}
+
+// c10d's own server would always listen on all interfaces.
 Descriptor listen_for_ranks(const std::string& host, int port, std::chrono::seconds limit) {
-  const auto address = resolve_master(host, port, limit);
+  const auto addresses = resolve_master(host, port, limit);
   try {
-    auto listening = listen_on(address);
+    auto listening = listen_on_own(addresses, port);
     require_reachable(listening, host);
     return listening;
   } catch (const std::system_error& error) {
@@ -108,9 +146,11 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
   const auto deadline = Clock::now() + limit;
   // The name of a host that has just started may not be known yet, as that of rank 0's pod.
   resolve_master(address, port, limit);
+  std::optional<SocketAddress> server;
   const auto listens = [&] {
     try {
-      return somebody_listens(resolve_master(address, port), deadline);
+      server = first_that_listens(resolve_master(address, port), deadline);
+      return server.has_value();
     } catch (const UsageError&) {  // it is not known for a moment
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(limit, std::chrono::milliseconds(300)));
       return false;
@@ -131,12 +171,13 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
   try {
     // c10d takes a wrong answer for a bad connection and retries until its time-out, logging at length, which takes
     // time on a busy machine; without an answer it waits forever.
-    store = within(left + std::chrono::seconds(1), [address, port, left]() -> c10::intrusive_ptr<c10d::Store> {
+    const auto number = server->host();
+    store = within(left + std::chrono::seconds(1), [number, port, left]() -> c10::intrusive_ptr<c10d::Store> {
       c10d::TCPStoreOptions options;
       options.port = static_cast<uint16_t>(port);
       options.waitWorkers = false;
       options.timeout = left / 2;
-      return c10::make_intrusive<c10d::TCPStore>(address, options);
+      return c10::make_intrusive<c10d::TCPStore>(number, options);
     });
   } catch (const c10::Error&) {
     throw CommError(
@@ -152,6 +193,12 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
   }
   return c10::make_intrusive<DeadlineStore>(authenticated(std::move(*store), job), fmt::format("{}:{}", address, port),
                                             limit);
+}
+
+std::string reached_address(const std::string& host, int port) {
+  const auto addresses = resolve_master(host, port);
+  const auto found = addresses.size() > 1 ? first_that_listens(addresses, Clock::time_point::max()) : std::nullopt;
+  return found.value_or(addresses.front()).host();
 }
 
 void quiet_c10d() {
@@ -177,8 +224,9 @@ StoreServer::StoreServer(StorePlace place, const JobIdentity& job) : state_(std:
   options.port = static_cast<uint16_t>(place.port());
   options.isServer = true;
   options.waitWorkers = false;
+  const auto number = reached_address(place.address(), place.port());  // the server calls itself
   options.masterListenFd = place.take().release();
-  state_->server = c10::make_intrusive<c10d::TCPStore>(place.address(), options);
+  state_->server = c10::make_intrusive<c10d::TCPStore>(number, options);
   state_->reaper.emplace(this->port());
   state_->store = authenticated(state_->server, job);
   store_set(*state_->store, claim_key, job_claim(job));

@@ -12,8 +12,9 @@
 namespace shoal {
 
 // Place of a store that is not served yet: whoever connects waits. Listens on `address` alone (a numeric address or a
-// name of one of this host's interfaces). port 0 takes any free port. UsageError names a port that is in use, or an
-// address that this host does not reach itself.
+// name of one of this host's interfaces); on all interfaces if it is the name of several that are not all loopback, as
+// others may reach one or another. port 0 takes any free port. UsageError names a port that is in use, or an address
+// that this host does not reach itself.
 class StorePlace {
  public:
   // limit: how long a name that is not known yet is asked for.
@@ -29,6 +30,9 @@ class StorePlace {
   Descriptor listening_;
   int port_;
 };
+
+// Numeric address of the host, of several the first at which somebody listens. UsageError if the name is not known.
+std::string reached_address(const std::string& host, int port);
 
 // Serves the store at its place from construction to destruction, and publishes the job's name in it. Has threads from
 // then on: a process that forks ranks does so before. A store that the launcher hosts survives the death of any rank.
