@@ -194,6 +194,21 @@ def save_async(run: str | Path, training: TrainingState, **options: Any) -> None
     The next save or wait() raises the error of one that has failed. Call wait() before the program ends: without it, no more than
     a warning tells of the last one."""
     training._core.save_async(training._request(run, options))
+    _saving.add(training)
+
+
+_saving: weakref.WeakSet[TrainingState] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_saving.clear)  # the child has not the thread that saves
+
+
+@atexit.register
+def _end_saves() -> None:
+    """Waits for saves in the background: the interpreter ends without destroying what modules or cycles still hold."""
+    for training in list(_saving):
+        try:
+            training.wait()
+        except Exception as error:
+            print(f"shoal: a checkpoint's background save has failed, and nobody called wait(): {error}", file=sys.stderr)
 
 
 def load(path: str | Path, training: TrainingState, **options: Any) -> Loaded:

@@ -111,10 +111,10 @@ def test_PY07_ranks_that_load_with_other_options_are_told(tmp_path):
 
 def test_PY07_a_background_save_that_failed_is_told_at_the_end(tmp_path):
     program = (
-        "import torch, shoal\n"
+        "import builtins, torch, shoal\n"
         "torch.distributed.init_process_group('shoal', init_method='shoal://')\n"
         "net = torch.nn.Linear(2, 1)\n"
-        "state = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+        "builtins.state = state = shoal.checkpoint.TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
         "shoal.checkpoint.save_async('/proc/nope/run', state)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
