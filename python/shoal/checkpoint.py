@@ -16,7 +16,10 @@ other than torch's (`random`, NumPy): save these in `position`, too. Errors are 
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path

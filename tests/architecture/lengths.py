@@ -26,7 +26,7 @@ LONGER = {
     "src/comm/membership/store_table.cpp": 319,
     "src/comm/mpi/mpi.cpp": 343,
     "src/comm/reduce/reduce_blocks.cpp": 306,
-    "src/comm/rendezvous/rendezvous.cpp": 449,
+    "src/comm/rendezvous/rendezvous.cpp": 452,
     "src/comm/shm/host_memory.cpp": 302,
     "src/comm/store/job_store.cpp": 388,
     "src/comm/tcp/operations.cpp": 312,

@@ -66,7 +66,10 @@ AtomicFile::AtomicFile(std::filesystem::path path)
   const mode_t mode = replaces ? replaced.st_mode & 0777 : 0644;
   fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, mode);
   if (fd_ < 0) fail("create");
-  if (replaces && fchmod(fd_, mode) != 0) fail("set the permissions of");  // of which umask may have taken some
+  // umask may have taken some; some file systems refuse to change them.
+  struct stat made {};
+  if (!replaces || (fstat(fd_, &made) == 0 && (made.st_mode & 0777) == mode) || fchmod(fd_, mode) == 0) return;
+  if ((made.st_mode & 0777 & ~mode) != 0) fail("set the permissions of");
 }
 
 AtomicFile::~AtomicFile() {

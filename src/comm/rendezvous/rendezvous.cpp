@@ -289,7 +289,7 @@ class Room {
       return "";
     }
     const auto number = address.host();
-    if (number == name || !address.is_loopback()) return "";
+    if (number == name || !is_loopback(number)) return "";
     return fmt::format(
         "; if they are on other hosts: '{}' is {} on rank 0's, which these do not reach, so set MASTER_ADDR to a "
         "number, or to a name that is not a loopback address on any host",
@@ -395,6 +395,13 @@ void enter(Meeting& meeting, const Placement& placement, const shm::PageAddress&
   }
 }
 
+void connect(Meeting& meeting, Placement& placement, const WorldOptions& options) {
+  const std::chrono::seconds limit(options.rendezvous_timeout_seconds);
+  meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
+  placement.reached = reached_address(placement.address, placement.port, limit);
+  meeting.launcher = [store = meeting.store] { return store; };
+}
+
 }  // namespace
 
 Meeting meet(Placement placement, const shm::PageAddress& page, const std::string& gpus, const WorldOptions& options) {
@@ -407,9 +414,7 @@ Meeting meet(Placement placement, const shm::PageAddress& page, const std::strin
     const std::chrono::seconds limit(options.rendezvous_timeout_seconds);
     meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port, limit), placement.job);
   }
-  meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
-  placement.reached = reached_address(placement.address, placement.port);
-  meeting.launcher = [store = meeting.store] { return store; };
+  connect(meeting, placement, options);
   enter(meeting, placement, page, gpus, options, &Room::enter);
   return meeting;
 }
@@ -434,9 +439,7 @@ Meeting meet_again(Placement placement, const shm::PageAddress& page, const std:
         "outlives every rank");
   }
   Meeting meeting;
-  meeting.store = connect_store(placement.address, placement.port, options.rendezvous_timeout_seconds, placement.job);
-  placement.reached = reached_address(placement.address, placement.port);
-  meeting.launcher = [store = meeting.store] { return store; };
+  connect(meeting, placement, options);
   enter(meeting, placement, page, gpus, options, &Room::enter_again);
   return meeting;
 }

@@ -81,8 +81,7 @@ int SocketAddress::port() const {
   return ntohs(storage.ss_family == AF_INET6 ? v6->sin6_port : v4->sin_port);
 }
 
-bool SocketAddress::is_loopback() const {
-  const auto number = host();
+bool is_loopback(const std::string& number) {
   return number.starts_with("127.") || number == "::1";
 }
 
@@ -129,6 +128,8 @@ Descriptor listen_on(const SocketAddress& address, int type) {
   auto listening = make_socket(address, type);
   const int yes = 1;
   setsockopt(listening.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  const int no = 0;  // all interfaces: those of IPv4, too, whatever the system's default is
+  if (address.storage.ss_family == AF_INET6) setsockopt(listening.number(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no);
   if (bind(listening.number(), address.get(), address.length) != 0) fail_with_errno("bind");
   if (listen(listening.number(), 1024) != 0) fail_with_errno("listen");
   return listening;

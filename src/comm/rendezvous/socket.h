@@ -34,8 +34,9 @@ struct SocketAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   std::string host() const;  // numeric
   int port() const;
-  bool is_loopback() const;
 };
+// Of a numeric address.
+bool is_loopback(const std::string& number);
 
 // First address of a host name or numeric address. std::runtime_error with the resolver's reason.
 SocketAddress resolve(const std::string& host, int port);

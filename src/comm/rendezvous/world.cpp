@@ -43,7 +43,11 @@ std::string address_for_peers(const WorldState& state, int port) {
   const auto& place = state.placement;
   std::string reached = own.store.empty() ? reached_address(place.address, port) : own.store;
   if (own.host == peers[0].host) {
-    const auto is_elsewhere = [&](const Peer& peer) { return peer.host != own.host && !peer.store.empty(); };
+    // A store that the program gave may be on that host, whose loopback interface or link is no place for this one.
+    const auto is_elsewhere = [&](const Peer& peer) {
+      const bool of_its_own = is_loopback(peer.store) || peer.store.find('%') != std::string::npos;
+      return peer.host != own.host && !peer.store.empty() && !of_its_own;
+    };
     const auto other = std::find_if(peers.begin(), peers.end(), is_elsewhere);
     if (other != peers.end()) reached = other->store;
   }

@@ -80,7 +80,7 @@ Descriptor listen_on_own(const std::vector<SocketAddress>& addresses, int port) 
   for (const auto& address : addresses) {
     try {
       listening.push_back(listen_on(address));
-      beyond_host |= !address.is_loopback();
+      beyond_host |= !is_loopback(address.host());
       by_ipv6 |= address.storage.ss_family == AF_INET6;
     } catch (const std::system_error& error) {
       if (addresses.size() == 1 || error.code() == std::errc::address_in_use) throw;
@@ -195,8 +195,8 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
                                             limit);
 }
 
-std::string reached_address(const std::string& host, int port) {
-  const auto addresses = resolve_master(host, port);
+std::string reached_address(const std::string& host, int port, std::chrono::seconds limit) {
+  const auto addresses = resolve_master(host, port, limit);
   const auto found = addresses.size() > 1 ? first_that_listens(addresses, Clock::time_point::max()) : std::nullopt;
   return found.value_or(addresses.front()).host();
 }
@@ -217,6 +217,11 @@ StorePlace::StorePlace(std::string address, int port, std::chrono::seconds limit
       listening_(listen_for_ranks(address_, port, limit)),
       port_(own_address(listening_).port()) {}
 
+std::string StorePlace::own_number() const {
+  const auto number = own_address(listening_).host();
+  return number == "0.0.0.0" || number == "::" ? "127.0.0.1" : number;
+}
+
 StoreServer::StoreServer(StorePlace place, const JobIdentity& job) : state_(std::make_unique<State>()) {
   quiet_c10d();
   const WithoutSigpipe guard;  // for the server's thread: libuv writes to clients that have ended
@@ -224,7 +229,7 @@ StoreServer::StoreServer(StorePlace place, const JobIdentity& job) : state_(std:
   options.port = static_cast<uint16_t>(place.port());
   options.isServer = true;
   options.waitWorkers = false;
-  const auto number = reached_address(place.address(), place.port());  // the server calls itself
+  const auto number = place.own_number();  // the server calls itself
   options.masterListenFd = place.take().release();
   state_->server = c10::make_intrusive<c10d::TCPStore>(number, options);
   state_->reaper.emplace(this->port());

@@ -22,6 +22,8 @@ class StorePlace {
 
   const std::string& address() const { return address_; }
   int port() const { return port_; }
+  // Numeric address at which this process reaches it.
+  std::string own_number() const;
   // The listening socket, once.
   Descriptor take() { return std::move(listening_); }
 
@@ -31,8 +33,9 @@ class StorePlace {
   int port_;
 };
 
-// Numeric address of the host, of several the first at which somebody listens. UsageError if the name is not known.
-std::string reached_address(const std::string& host, int port);
+// Numeric address of the host, of several the first at which somebody listens. UsageError if the name is not
+// known within the limit.
+std::string reached_address(const std::string& host, int port, std::chrono::seconds limit = {});
 
 // Serves the store at its place from construction to destruction, and publishes the job's name in it. Has threads from
 // then on: a process that forks ranks does so before. A store that the launcher hosts survives the death of any rank.

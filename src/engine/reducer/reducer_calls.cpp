@@ -168,6 +168,7 @@ void Reducer::end() {
     }
   } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
   } catch (...) {
+    last_.missed = last_.missed || (running() && step_->interrupted);
     close_step();
     throw;
   }

@@ -53,12 +53,6 @@ void Reducer::end_backward(EndStage stage) {
 }
 
 void Reducer::await_step() {
-  callbacks.before_waiting();
-  if (step_->schedule.next() < buckets_.size()) {
-    throw std::logic_error(fmt::format("shoal: bucket {} of {} was not reduced in step {}; this is a fault of shoal",
-                                       step_->schedule.next(), buckets_.size(), steps_));
-  }
-  if (step_->early) release_finished(/*all=*/true);
   const double weight = wait_for_sums();
   step_->weight = weight;
   clock_.mark(StepClock::all_back, steps_);
@@ -83,10 +77,16 @@ void Reducer::await_step() {
 double Reducer::wait_for_sums() {
   auto noticed = c10::make_scope_exit([this] { step_->interrupted = true; });
   try {
+    callbacks.before_waiting();
+    if (step_->schedule.next() < buckets_.size()) {
+      throw std::logic_error(fmt::format("shoal: bucket {} of {} was not reduced in step {}; this is a fault of shoal",
+                                         step_->schedule.next(), buckets_.size(), steps_));
+    }
+    if (step_->early) release_finished(/*all=*/true);
     const double weight = wait_for_buckets();
     noticed.release();
     return weight;
-  } catch (const CommError&) {
+  } catch (const Error&) {  // which other ranks have, too
     noticed.release();
     throw;
   }
@@ -205,7 +205,12 @@ std::string Reducer::who_failed() {
                                 : entry_.failed ? failed
                                                 : well,
                                 {steps_, -1, "who failed"});
-  if (const auto late = ranks_with(missed, all, group_); !late.empty()) {
+  const auto late = ranks_with(missed, all, group_);
+  if (std::count(all.begin(), all.end(), missed) == group_.size()) {  // in the same step, so that nobody has used it
+    last_.missed = false;
+    return late;
+  }
+  if (!late.empty()) {
     last_.apart = fmt::format(
         "step {}: an exception, of a signal handler perhaps, ended an earlier backward of {} while it waited for sums "
         "of gradients, to which it had given its own. The other ranks have used these sums, so that parameters differ. "

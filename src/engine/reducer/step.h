@@ -50,8 +50,8 @@ struct Step {
   bool early = false;      // the consumer takes buckets while backward runs
   bool behind = false;     // some ranks have dropped a forward, and others have used all of theirs
   bool abandoned = false;  // a bucket meant for the consumer was abandoned
-  // An exception that is no failure of the communication has left the wait for its sums: a signal handler's. The other
-  // ranks do not know, and use them.
+  // An exception that is this rank's alone has left the wait for its sums: a signal handler's. The other ranks do not
+  // know, and use them.
   bool interrupted = false;
   bool given_up = false;  // its gradients: see Reducer::give_up_gradients(); the program may have changed them since
 
