@@ -40,7 +40,7 @@ at::Tensor FusedAdagrad::step(LossClosure closure) {
     for (const auto& [parameter, gradient] : run.updates) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      const auto& state = state_as<AdagradParamState>(*this, parameter, *found->second);
+      const auto& state = detail::state_as<AdagradParamState>(*this, parameter, *found->second);
       require_shape(state.sum(), "sum", parameter, "FusedAdagrad");
     }
   }

@@ -39,7 +39,7 @@ template <class State>
 void require_fit(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, bool amsgrad, const char* name) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
   if (found == optimizer.state().end()) return;
-  const auto& state = state_as<State>(optimizer, parameter, *found->second);
+  const auto& state = detail::state_as<State>(optimizer, parameter, *found->second);
   require_shape(state.exp_avg(), "exp_avg", parameter, name);
   require_shape(state.exp_avg_sq(), "exp_avg_sq", parameter, name);
   if (!amsgrad) return;

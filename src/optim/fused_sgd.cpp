@@ -60,7 +60,7 @@ at::Tensor FusedSGD::step(LossClosure closure) {
     for (const auto& [parameter, gradient] : run.updates) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      const auto& state = state_as<SGDParamState>(*this, parameter, *found->second);
+      const auto& state = detail::state_as<SGDParamState>(*this, parameter, *found->second);
       require_shape(state.momentum_buffer(), "momentum_buffer", parameter, "FusedSGD");
     }
   }

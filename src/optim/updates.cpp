@@ -8,6 +8,7 @@
 #include <typeinfo>
 #include <unordered_set>
 
+#include "shoal/detail/optimizer_base.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -66,7 +67,7 @@ std::vector<UpdateRun> collect_aligned_updates(const torch::optim::Optimizer& of
   return runs;
 }
 
-void refuse_state(const torch::optim::Optimizer& of, const at::Tensor& parameter) {
+void detail::refuse_state(const torch::optim::Optimizer& of, const at::Tensor& parameter) {
   const auto name = c10::demangle(typeid(of).name());
   const auto& groups = of.param_groups();
   std::string place = "a parameter";

@@ -31,18 +31,6 @@ struct UpdateRun {
 // parameter again, which libtorch then updates again, another run of the group begins.
 std::vector<UpdateRun> collect_aligned_updates(const torch::optim::Optimizer& of, const std::string& optimizer);
 
-// UsageError that says which parameter of `of` has the state of another optimizer, as a checkpoint may have brought it.
-[[noreturn]] void refuse_state(const torch::optim::Optimizer& of, const at::Tensor& parameter);
-
-// The parameter's state as `State`, before anything has changed; UsageError for that of another optimizer.
-template <class State>
-State& state_as(const torch::optim::Optimizer& of, const at::Tensor& parameter,
-                torch::optim::OptimizerParamState& state) {
-  auto* found = dynamic_cast<State*>(&state);
-  if (found == nullptr) refuse_state(of, parameter);
-  return *found;
-}
-
 // UsageError, before anything has changed, for a state tensor with another shape than its parameter's, as a checkpoint
 // of another model brings it: the kernels would read and write past its end. An undefined one fits.
 void require_shape(const at::Tensor& state, const char* what, const at::Tensor& parameter,

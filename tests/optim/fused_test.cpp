@@ -206,6 +206,7 @@ TEST(Fused, state_of_another_class_is_refused_before_anything_changes) {
   expect_foreign_state_refused<FusedAdam>(AdamOptions(0.1));
   expect_foreign_state_refused<FusedAdamW>(AdamWOptions(0.1));
   expect_foreign_state_refused<FusedAdagrad>(AdagradOptions(0.1));
+  expect_foreign_state_refused<Lamb>(LambOptions(0.1));  // as those whose base class looks
 }
 
 // Module::to changes the parameters' dtype, but not the state.

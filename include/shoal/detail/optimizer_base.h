@@ -12,6 +12,18 @@
 
 namespace shoal::detail {
 
+// UsageError that says which parameter of `of` has the state of another optimizer, as a checkpoint may have brought it.
+[[noreturn]] void refuse_state(const torch::optim::Optimizer& of, const at::Tensor& parameter);
+
+// The parameter's state as `State`; UsageError for that of another optimizer.
+template <class State>
+State& state_as(const torch::optim::Optimizer& of, const at::Tensor& parameter,
+                torch::optim::OptimizerParamState& state) {
+  auto* found = dynamic_cast<State*>(&state);
+  if (found == nullptr) refuse_state(of, parameter);
+  return *found;
+}
+
 // Optimizer with its own `Options`, whose validate() throws UsageError with a list of all invalid options, and its own
 // `State` per parameter. Options of a param group are used as they are: a field that is not set has the default of
 // `Options`, not of the optimizer. (libtorch 2.13 drops a group's options unless they are of a libtorch type.)
@@ -66,11 +78,7 @@ class OptimizerBase : public torch::optim::Optimizer {
       for (const auto& update : groups[i]) {
         const auto found = state_.find(update.parameter.unsafeGetTensorImpl());
         if (found == state_.end()) continue;
-        const auto* state = dynamic_cast<const State*>(found->second.get());
-        if (state == nullptr) {
-          throw UsageError("the state of a parameter is that of another optimizer: take the same one, or new state");
-        }
-        check(update.parameter, *state, options_of(i));
+        check(update.parameter, std::as_const(state_as<State>(*this, update.parameter, *found->second)), options_of(i));
       }
     }
   }
