@@ -47,7 +47,7 @@ function(shoal_world_test name)
     add_test(NAME ${name}.world${ranks} COMMAND ${name} --ranks ${ranks})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.world${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40)
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40 FAIL_REGULAR_EXPRESSION "Running 0 tests")
   endforeach()
 endfunction()
 
@@ -74,7 +74,7 @@ function(shoal_world_variant name variant)
     add_test(NAME ${name}.${variant}.world${ranks} COMMAND ${name} --ranks ${ranks} ${ARG_ARGS})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40)
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40 FAIL_REGULAR_EXPRESSION "Running 0 tests")
     if(ARG_DIVIDED)
       set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
         ENVIRONMENT "GTEST_TOTAL_SHARDS=${parts};GTEST_SHARD_INDEX=${part}")
@@ -97,7 +97,7 @@ function(shoal_runs_with_mpi name)
       COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi ${ARG_ARGS})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.mpi${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40 ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40 FAIL_REGULAR_EXPRESSION "Running 0 tests" ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
   endforeach()
 endfunction()
 

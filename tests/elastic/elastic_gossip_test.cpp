@@ -56,7 +56,7 @@ TEST_F(ElasticGossip, ELA12_ranks_of_one_host_end_one_after_the_other) {
   for (const auto& trained : gossips) {
     SCOPED_TRACE(name_of(trained));
     test::die_on_hosts({{3, 3}, "auto"},
-                       {{4, Moment::spoilt_update, 3}, {3, Moment::in_backward, 4}, {5, Moment::before_update, 5}},
+                       {{4, Moment::spoilt_update, 3}, {3, Moment::in_backward, 4}, {5, Moment::before_update, 6}},
                        trained);
   }
 }

@@ -121,15 +121,17 @@ inline void die_at_each_moment(const std::vector<Trained>& list) {
 inline void kill_on_hosts_at_random(const std::vector<Kind>& kinds, const std::vector<Trained>& list,
                                     const std::function<bool(const Kind&, const Trained&)>& may_train) {
   const int seed = number_of("SHOAL_SEED", 1);
-  const int trials = number_of("SHOAL_KILLS", 8);
+  const int trials = number_of("SHOAL_KILLS", static_cast<int>(std::max<size_t>(8, list.size())));
   constexpr int epochs = 3;
   std::mt19937 random(static_cast<unsigned>(seed));
   Kills kills;
   std::vector<double> seconds;
   for (int trial = 0; trial < trials && !::testing::Test::HasFailure(); ++trial) {
-    const auto& kind = kinds[random() % kinds.size()];
-    const auto* trained = &list[random() % list.size()];
-    while (!may_train(kind, *trained)) trained = &list[random() % list.size()];
+    // In turns, so that few trials have all kinds and all trainings.
+    auto turn = static_cast<size_t>(trial + trials * (seed - 1));
+    const auto& kind = kinds[(turn + turn / kinds.size()) % kinds.size()];
+    while (!may_train(kind, list[turn % list.size()])) ++turn;
+    const auto* trained = &list[turn % list.size()];
     std::vector<int> order(static_cast<size_t>(kind.ranks()));
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);

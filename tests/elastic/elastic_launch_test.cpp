@@ -38,8 +38,8 @@ std::set<std::string> norms_in(const std::string& output) {
 // As a user does it: kill -9 and SIGUSR2 while a program trains.
 TEST(ElasticJoin, ELA06_a_program_under_the_launcher_ends_with_the_parameters_of_a_run_without_changes) {
   const test::TempFolder folder;
-  const auto plain = launch_program("150", folder, "");
-  const auto changed = launch_program("150", folder,
+  const auto plain = launch_program("200", folder, "");
+  const auto changed = launch_program("200", folder,
                                       "for i in 2 1 3; do sleep 1; kill -9 $(ranks_of_it | sed -n ${i}p); sleep 0.6; "
                                       "kill -USR2 $pid; done; kill -0 $pid || echo too early;");
   for (const auto* ended : {&plain, &changed}) {

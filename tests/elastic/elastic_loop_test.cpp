@@ -347,7 +347,7 @@ TEST(ElasticLoop, ELA08_a_rank_that_is_stopped_is_waited_for) {
   const auto ended = test::run_ranks(
       3,
       [&](const World& world) {
-        return test::train(world, *record, 2, {{2, test::Moment::before_forward, 30}});
+        return test::train(world, *record, 2, {{2, test::Moment::before_forward, 15}});  // in the second epoch
       },
       [&](const std::vector<pid_t>& pids) {
         while (record->started < 3) usleep(1000);
@@ -355,6 +355,7 @@ TEST(ElasticLoop, ELA08_a_rank_that_is_stopped_is_waited_for) {
         std::this_thread::sleep_for(std::chrono::seconds(6));  // more than WorldOptions::stopped_timeout_seconds
         kill(pids[1], SIGCONT);
       });
+  EXPECT_TRUE(WIFSIGNALED(ended[2].status)) << "rank 2 did not come to its end";
   for (const int rank : {0, 1}) {
     EXPECT_TRUE(WIFEXITED(ended[rank].status));
     EXPECT_EQ(ended[rank].text, "");

@@ -81,7 +81,7 @@ TEST(ElasticStraggler, ELA08_ranks_stand_still_at_random_moments) {
     SCOPED_TRACE(fmt::format("{}, trial {}: rank {} of {} after {} us", name_of(trained), trial, victim, ranks, pause));
     const test::SharedRecord record;
     const auto ended = test::run_ranks(
-        ranks, [&](const World& world) { return test::train(world, *record, 3, {}, impatient, trained); },
+        ranks, [&](const World& world) { return test::train(world, *record, 4, {}, impatient, trained); },
         [&](const std::vector<pid_t>& pids) {
           const double deadline = test::now() + 20;
           while (record->started < ranks && test::now() < deadline) usleep(200);
@@ -97,7 +97,7 @@ TEST(ElasticStraggler, ELA08_ranks_stand_still_at_random_moments) {
           kill(pids[static_cast<size_t>(victim)], SIGCONT);
         });
     killed += WIFSIGNALED(ended[static_cast<size_t>(victim)].status) ? 1 : 0;
-    check(ended, {victim}, *record, 3, true, trained);
+    check(ended, {victim}, *record, 4, true, trained);
   }
   EXPECT_GT(2 * killed, trials);
 }

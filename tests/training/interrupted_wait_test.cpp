@@ -2,8 +2,10 @@
 // and what they may use.
 
 #include <gmock/gmock.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <utility>
 
@@ -19,11 +21,25 @@ using testing::HasSubstr;
 
 std::function<void()> handler;  // of the process, called once in a wait
 
+// How often a handler has begun, in all ranks, which share it.
+std::atomic<int>& begun() {
+  static auto* count = static_cast<std::atomic<int>*>(
+      mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  return *count;
+}
+
+// Until the handler of another rank has begun, or 20 s.
+void keep_waiting() {
+  for (int i = 0; i < 2000 && begun() == 0; ++i) usleep(10'000);
+}
+
 WorldOptions options_over(const std::string& transport) {
   WorldOptions options;
   options.transport = transport;
   options.while_waiting = [] {
-    if (handler) std::exchange(handler, {})();
+    if (!handler) return;
+    ++begun();
+    std::exchange(handler, {})();
   };
   return options;
 }
@@ -42,7 +58,7 @@ std::string go_on_after_interruption(const World& world, const std::string& stra
     training->zero_grad();
     try {
       const auto loss = training.forward(test::batch(rank, step)).pow(2).mean();
-      if (step == 2 && rank == 1) usleep(500'000);
+      if (step == 2 && rank == 1) keep_waiting();
       if (step == 2 && rank == 0) handler = [] { throw std::runtime_error("interrupted"); };
       training->backward(loss);
       handler = {};
@@ -58,6 +74,7 @@ std::string go_on_after_interruption(const World& world, const std::string& stra
 
 TEST(InterruptedWait, ranks_do_not_go_on_with_parameters_that_differ) {
   for (const std::string strategy : {"ddp", "zero1", "zero2", "megatron", "fsdp"}) {
+    begun() = 0;
     const auto ended = test::run_ranks(
         2, [&](const World& world) { return go_on_after_interruption(world, strategy); }, {}, options_over("auto"));
     EXPECT_THAT(ended[0].text, testing::StartsWith("interrupted; ")) << strategy;
@@ -79,10 +96,8 @@ TEST(InterruptedWait, a_handler_cannot_use_parameters_that_are_being_gathered) {
       training->zero_grad();
     };
     for (int step = 0; step < 2; ++step) train(step);
-    if (world.rank() == 1) usleep(500'000);
-    handler = [&] {
-      if (world.rank() == 0) parameters.front().norm();
-    };
+    if (world.rank() == 1) keep_waiting();
+    if (world.rank() == 0) handler = [&] { parameters.front().norm(); };
     try {
       train(2);
       return "no error";
@@ -90,6 +105,7 @@ TEST(InterruptedWait, a_handler_cannot_use_parameters_that_are_being_gathered) {
       return error.what();
     }
   };
+  begun() = 0;
   const auto ended = test::run_ranks(2, body, {}, options_over("tcp"));
   EXPECT_THAT(ended[0].text, HasSubstr("a signal handler used parameters of a FullyShardedDataParallel"));
   EXPECT_THAT(ended[1].text, testing::Not("no error"));

@@ -36,7 +36,7 @@ def lines_of(path):
 def lose_a_host(folder):
     shoal, how, lost, strategy = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     # A host that comes again needs a while: over slow links a step takes a quarter of a second, and hardly more processor time.
-    steps_in_all, rate = (100, "20mbit") if how == "replace" else (80, "1gbit")
+    steps_in_all, rate = (150, "20mbit") if how == "replace" else (80, "1gbit")
     silence, timeout = (8, 30) if how == "blip" else (SILENCE, TIMEOUT)
     metrics = os.path.join(folder, "metrics.jsonl")
     train = ["--", shoal, "train", "--strategy", strategy, "--model", "mlp", "--data", "reference", "--steps", str(steps_in_all),
