@@ -1,5 +1,6 @@
 // What an elastic loop does not support, refused by name.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -115,23 +116,6 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
       DistributedDataParallel parallel(other, world.group());
       Elastic elastic(world, parallel, optimizer);
     });
-    expect_refusal("leave the Join out", [&] {
-      auto model = net();
-      DistributedDataParallel parallel(model, world.group());
-      Adam optimizer(model->parameters(), rate);
-      Elastic elastic(world, parallel, optimizer);
-      Join join({parallel});
-      join.next(true);
-      elastic.step(1, [] {}, [] {});
-    });
-    expect_refusal("leave the Join out", [&] {
-      auto model = net();
-      DistributedOptimizer<Adam> optimizer(model, rate, world.group());
-      Elastic elastic(world, optimizer);
-      Join join({optimizer});
-      join.next(world.rank() == 0);
-      elastic.step(1, [] {}, [] {});
-    });
     expect_refusal("OptimizerInBackward", [&] {
       auto model = net();
       DistributedDataParallel parallel(model, world.group());
@@ -162,6 +146,34 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     return faults;
   });
   for (const auto& rank : ended) EXPECT_EQ(rank.text, "");
+}
+
+// The world has had an Elastic then, so that each case needs another one.
+TEST(ElasticLoop, ELA01_a_join_around_steps_is_refused) {
+  const torch::optim::AdamOptions rate(0.01);
+  const auto step_in = [](Elastic& elastic, Joinable& joinable, bool has_batch) {
+    Join join({joinable});
+    join.next(has_batch);
+    return test::refusal([&] {
+      elastic.step(
+          1, [] {}, [] {});
+    });
+  };
+  auto ended = test::run_ranks(2, [&](const World& world) {
+    auto model = std::make_shared<test::Net>();
+    DistributedDataParallel parallel(model, world.group());
+    torch::optim::Adam optimizer(model->parameters(), rate);
+    Elastic elastic(world, parallel, optimizer);
+    return step_in(elastic, parallel, true);
+  });
+  const auto others = test::run_ranks(2, [&](const World& world) {
+    auto model = std::make_shared<test::Net>();
+    DistributedOptimizer<torch::optim::Adam> optimizer(model, rate, world.group());
+    Elastic elastic(world, optimizer);
+    return step_in(elastic, optimizer, world.rank() == 0);
+  });
+  ended.insert(ended.end(), others.begin(), others.end());
+  for (const auto& rank : ended) EXPECT_THAT(rank.text, testing::HasSubstr("leave the Join out"));
 }
 
 }  // namespace
