@@ -82,7 +82,7 @@ TEST(Launch, ELA01_an_elastic_job_goes_on_when_all_ranks_of_a_node_have_failed) 
   for (const int node : {1, 0}) {
     const auto metrics = folder.file("metrics" + std::to_string(node));  // has lines once the job trains
     const auto train =
-        std::string(SHOAL) + " train --model mlp --data reference --steps 6000 --elastic 1 --metrics " + metrics;
+        std::string(SHOAL) + " train --model mlp --data reference --steps 2000 --elastic 1 --metrics " + metrics;
     const auto killed = "[ $GROUP_RANK = " + std::to_string(node) + " ] && (until [ -s " + metrics +
                         " ]; do sleep 0.05; done; kill -9 $$) & exec " + train;
     const auto ended = launch_nodes({"--elastic", "1", "--", "sh", "-c", killed});

@@ -135,7 +135,8 @@ TEST_P(ElasticEnds, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_resume
 
 TEST_P(ElasticEpochEnds, ELA01_an_epoch_goes_on_with_checkpoints_evaluation_and_schedule) {
   const std::string strategy = GetParam();
-  const Line how = text() + Line{"--strategy", strategy, "--eval", "--schedule", "cosine"};
+  const Line how = text() + Line{"--strategy", strategy, "--eval", "--schedule", "cosine"} +
+                   (strategy == "diloco" ? Line{"--transport", "tcp"} : Line{});  // ElasticEpochs: in shared memory
   const auto ended = disturbed(elastic(3, 1) + how + Line{"--epochs", "3", "--save-every", "4"}, 20,
                                kill_rank(strategy == "ddp" || strategy == "fsdp" ? 0 : 2));
   ASSERT_EQ(ended.code, 0) << ended.output;
@@ -347,7 +348,7 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
   refused({"--replan", "3:fsdp"}, "--elastic with --replan");
   refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
   refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");
-  refused({"--strategy", "diloco", "--transport", "tcp"}, "--elastic with --strategy diloco --transport tcp");
+  refused({"--strategy", "hybrid", "--transport", "tcp"}, "--elastic with --strategy hybrid --transport tcp");
   refused({"--transport", "mpi"}, "--elastic with --strategy ddp --transport mpi");
   refused({"--device", "cuda"}, "--elastic with --device cuda");
   for (const std::string least : {"0", "3"}) {
