@@ -101,7 +101,7 @@ def look_at(window, site, page, pictures):
 def faults_are_found(window, site, folder):
     """Pages with faults on purpose, after one without."""
     for name, body, told in (("none", "<h1>a</h1>", None), ("wide", "<h1>a</h1><div style='width: 900px'>b</div>", "too wide"),
-                             ("picture", "<h1>a</h1><img src='gone.png'>", "gone.png"), ("title", "<h1> </h1>", "fault_title"),
+                             ("picture", "<h1>a</h1><img src='gone.png'>", "404"), ("title", "<h1> </h1>", "fault_title"),
                              ("error", "<h1>a</h1><script>gone()</script>", "gone")):
         path = os.path.join(folder, "fault_%s.html" % name)
         with open(path, "w", encoding="utf-8") as file:
