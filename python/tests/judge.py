@@ -161,9 +161,6 @@ def write_native_stacks(pid, where):
 
 
 def run_test(module, name, port, arguments):
-    method = getattr(module.DistributedTest._DistTestBase, name)
-    if getattr(method, "__unittest_skip__", False):  # by its decorator: no rank would run it
-        return "skip", method.__unittest_skip_why__
     barrier = multiprocessing.Barrier(arguments.ranks)
     with tempfile.TemporaryDirectory() as folder:
         pids = []
