@@ -105,7 +105,7 @@ def faults_are_found(window, site, folder):
                              ("error", "<h1>a</h1><script>gone()</script>", "gone")):
         path = os.path.join(folder, "fault_%s.html" % name)
         with open(path, "w", encoding="utf-8") as file:
-            file.write("<!DOCTYPE html>" + body)
+            file.write("<!DOCTYPE html><link rel='icon' href='data:,'>" + body)  # else a browser asks for one that is missing
         try:
             look_at(window, site, os.path.basename(path), None)
         except AssertionError as error:
