@@ -102,7 +102,7 @@ def faults_are_found(window, site, folder):
     """Pages with faults on purpose, after one without."""
     for name, body, told in (("none", "<h1>a</h1>", None), ("wide", "<h1>a</h1><div style='width: 900px'>b</div>", "too wide"),
                              ("picture", "<h1>a</h1><img src='gone.png'>", "404"), ("title", "<h1> </h1>", "fault_title"),
-                             ("error", "<h1>a</h1><script>gone()</script>", "gone")):
+                             ("error", "<h1>a</h1><script>gone()</script>", "Uncaught")):
         path = os.path.join(folder, "fault_%s.html" % name)
         with open(path, "w", encoding="utf-8") as file:
             file.write("<!DOCTYPE html><link rel='icon' href='data:,'>" + body)  # else a browser asks for one that is missing
