@@ -97,7 +97,8 @@ function(shoal_runs_with_mpi name)
       COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi ${ARG_ARGS})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.mpi${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40 FAIL_REGULAR_EXPRESSION "Running 0 tests" ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40 FAIL_REGULAR_EXPRESSION "Running 0 tests"
+      ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
   endforeach()
 endfunction()
 
