@@ -1,6 +1,6 @@
 #pragma once
-// A program that a test starts often, each time from a copy of a process that has loaded its libraries: to load libtorch
-// takes 0.2 s of processor time, which is most of what many commands take.
+// A program that a test starts often, each time from a copy of a process that has loaded its libraries: to load
+// libtorch takes 0.2 s of processor time, which is most of what many commands take.
 
 #include <sys/socket.h>
 #include <sys/types.h>
@@ -38,8 +38,8 @@ struct MessageWithDescriptor {
 void warm_up(const std::string& program, const std::string& library);
 
 // The process, which is a child of this one. Nothing if it must be started as usual: another program, or not in the
-// folder and with the variables (NAME=VALUE each) of the first start, but for those that libraries do not read when they
-// are loaded: SHOAL_* and a launcher's.
+// folder and with the variables (NAME=VALUE each) of the first start, but for those that libraries do not read when
+// they are loaded: SHOAL_* and a launcher's.
 std::optional<pid_t> start_warm(const std::vector<std::string>& arguments, const std::vector<std::string>& variables,
                                 int output);
 
